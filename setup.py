@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the native rooms ahead of time, without linking PyTorch or the CUDA driver.
+"""Build the native packages ahead of time, without linking PyTorch or the CUDA driver.
 
-At the root, for every room, or inside one room's folder, for that room alone::
+At the root, for every native package, or inside the folder of one, for that package alone::
 
     python setup.py build_ext --inplace
 
 ``pip install .`` makes a wheel of the project. Upstream's package has files of the same names, so
-the wheel holds ours in a folder of its own, which ``mosaic.pth`` puts first on the path. Where the
-rooms cannot be compiled it holds none of them, and the server says so at its start. pip keeps to
-itself what is said here, unless it is ``pip install -v .``.
+the wheel holds ours in a separate folder, which ``mosaic.pth`` puts first on the path. If the
+native packages cannot be compiled, the wheel holds none of them, and the server logs this at its
+start. pip hides the output of this file, unless it is run as ``pip install -v .``.
 
-This file decides what is compiled and how; ninja decides what is out of date, and runs nvcc. The
-extension module is left beside the ``__init__.py`` that imports it, everything else under
-``build/native`` at the root (never in a room, whose folder may stand on ``PYTHONPATH``).
+This file decides what is compiled and how. ninja decides what is out of date, and runs nvcc. The
+extension module is written next to the ``__init__.py`` that imports it. Everything else is written
+below ``build/native`` at the root (never to the folder of a native package, because that folder may
+be on ``PYTHONPATH``).
 
 Environment:
 
 * ``BUILD_<ROOM>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``)
-  leaves a room out.
-* ``NATIVE_CUDA_ARCHS`` lists the targets, by default ``80 89 90a 100 120``, or of these, where the
-  modules are left in the source tree, those of the GPUs that nvidia-smi names. What the toolkit
-  does not know is left out. PTX of the first is there for all other cards.
+  leaves a native package out.
+* ``NATIVE_CUDA_ARCHS`` lists the targets. The default is ``80 89 90a 100 120``. If the modules are
+  built in the source tree, the default is reduced to the GPUs that nvidia-smi lists. Targets that
+  the toolkit does not support are left out. PTX of the first target serves all other cards.
 * ``CUDA_HOME`` names the toolkit; otherwise ``nvcc`` is looked up on ``PATH`` and in
   ``/usr/local/cuda/bin``.
-* ``MAX_JOBS`` (default: the number of processors) bounds the compilers run at once.
+* ``MAX_JOBS`` (default: the number of processors) limits the compilers that run at the same time.
+
+If ``ccache`` is installed, it caches the compiled objects, also for other clones.
 """
 
 import logging
@@ -45,32 +48,32 @@ except ImportError:
     sys.exit("setuptools not found: python -m pip install -r requirements/build.txt")
 
 ROOT = Path(__file__).resolve().parent
-# One for each interpreter: objects of the bindings depend on Python's headers.
+# One folder for each interpreter, because objects of the bindings depend on Python's headers.
 FOLDER = ROOT / "build" / "native" / str(sysconfig.get_config_var("SOABI"))
 DEFAULT_ARCHS = "80 89 90a 100 120"
-# By compute capability. Code of 8.0 runs on 8.6, too.
+# Targets by compute capability. Code for 8.0 also runs on 8.6.
 ARCH_OF_CARD = {"8.0": "80", "8.6": "80", "8.9": "89", "9.0": "90a", "10.0": "100", "12.0": "120"}
 
-OVERLAY = "mosaic_overlay"  # the wheel's folder
+OVERLAY = "mosaic_overlay"  # folder in the wheel
 PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
-# Of what lies in a package.
+# Suffixes of the files of a package that the wheel includes.
 KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed"})
 
 
-COST = "PyTorch serves in their place: on a GPU slower and in more memory, on a CPU no difference"
+COST = "PyTorch operations replace them: on a GPU slower, with more memory; on a CPU no difference"
 
 
 class BuildError(Exception):
-    """A build that cannot go on; the message names what is missing or what failed."""
+    """A build that cannot continue; the message names the missing tool or the failed command."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """One native room: where it lies, and the extension that is compiled for it."""
+    """One native package: its folder, and the extension that is compiled for it."""
 
-    name: str  # its switch is BUILD_<NAME>
-    folder: str  # holds the room's setup.py, relative to the root
-    package: str  # that this folder is
+    name: str  # BUILD_<NAME> switches it on and off
+    folder: str  # holds the package's setup.py, relative to the root
+    package: str  # package that the folder contains
     extension: str  # dotted name of the compiled module
 
     @property
@@ -78,7 +81,7 @@ class Room:
         return os.environ.get(f"BUILD_{self.name.upper()}", "1") != "0"
 
     def sources(self) -> list[Path]:
-        """Every .cu and .cpp of the folder of the package that the extension belongs to."""
+        """Return every .cu and .cpp file in the folder of the package that holds the extension."""
         folder = ROOT.joinpath(*self.extension.split(".")[:-1])
         return sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cpp"))
 
@@ -96,7 +99,11 @@ ROOMS = (
 
 
 def find_nvcc(room: Room) -> str:
-    """Path of the CUDA compiler: ``$CUDA_HOME/bin``, ``PATH``, then ``/usr/local/cuda/bin``."""
+    """Return the path of the CUDA compiler.
+
+    It is looked up in ``$CUDA_HOME/bin`` if that is set, else on ``PATH``, then in
+    ``/usr/local/cuda/bin``.
+    """
     cuda_home = os.environ.get("CUDA_HOME")
     nvcc = (
         shutil.which("nvcc", path=str(Path(cuda_home) / "bin"))
@@ -113,7 +120,7 @@ def find_nvcc(room: Room) -> str:
 
 
 def include_flags(room: Room) -> list[str]:
-    """Include folders of Python and pybind11."""
+    """Return the flags for the include folders of Python and pybind11."""
     python_include = sysconfig.get_paths()["include"]
     if not (Path(python_include) / "Python.h").exists():
         raise BuildError(
@@ -125,11 +132,14 @@ def include_flags(room: Room) -> list[str]:
         raise BuildError(
             f"{room.name}: pybind11 not found: python -m pip install -r requirements/build.txt"
         ) from None
-    return [f"-I{python_include}", f"-I{pybind11.get_include()}"]
+    return [f"-I{python_include}", f"-I{relative(pybind11.get_include())}"]
 
 
 def archs_of_cards() -> str:
-    """Targets of the GPUs that are here; all, where there is none or one of another kind."""
+    """Return the targets of this machine's GPUs, or all targets.
+
+    All targets are returned if there is no GPU, or one that has no target.
+    """
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return DEFAULT_ARCHS
@@ -148,7 +158,10 @@ def archs_of_cards() -> str:
 
 
 def arch_flags(nvcc: str, default: str) -> list[str]:
-    """Machine code for each target that the toolkit knows; PTX of the first for all other cards."""
+    """Return the flags for machine code of each supported target, and for PTX of the first one.
+
+    The PTX serves all other cards.
+    """
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         raise BuildError(f"{nvcc} --list-gpu-arch: {listed.stderr.strip()}")
@@ -171,7 +184,7 @@ def arch_flags(nvcc: str, default: str) -> list[str]:
 
 
 def find_ninja(room: Room) -> str:
-    """Path of ninja: beside this interpreter, then ``PATH``."""
+    """Return the path of ninja: next to this interpreter, else on ``PATH``."""
     beside = str(Path(sys.executable).parent)
     ninja = shutil.which("ninja", path=beside) or shutil.which("ninja")
     if ninja is None:
@@ -183,7 +196,7 @@ def find_ninja(room: Room) -> str:
 
 RULES = """
 rule compile
-  command = $nvcc $flags -MD -MF $out.d -c $in -o $out
+  command = $launcher $nvcc $flags -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = $name
@@ -197,18 +210,26 @@ rule place
 """
 
 
+def relative(path: str | Path) -> Path:
+    """Return a path relative to the root, where ninja runs, so that it is equal in all clones."""
+    return Path(path).relative_to(ROOT) if Path(path).is_relative_to(ROOT) else Path(path)
+
+
 def escaped(path: Path) -> str:
-    """A path as build statements take it."""
-    return re.sub(r"([$ :])", r"$\1", str(path))
+    """Return a path as ninja's build statements require it."""
+    return re.sub(r"([$ :])", r"$\1", str(relative(path)))
 
 
 def quoted(words: list[str]) -> str:
-    """Words of a command as a variable of ninja's holds them."""
+    """Return the words of a command as a variable of ninja."""
     return shlex.join(words).replace("$", "$$")
 
 
 def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
-    """How the room's sources become ``output``; flags by the ending of a source's name."""
+    """Return ninja's statements that build ``output`` from the package's sources.
+
+    ``flags_of`` gives the flags by the suffix of a source.
+    """
     lines, objects = [], []
     for source in room.sources():
         made = FOLDER / room.name / f"{source.name}.o"
@@ -222,15 +243,18 @@ def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
 
 
 def build(outputs: dict[Room, Path], archs: str) -> None:
-    """Write ``build.ninja`` for these rooms and run it; ``archs`` are the targets by default."""
+    """Write ``build.ninja`` for these packages and run it; ``archs`` are the default targets."""
     first = next(iter(outputs))
     nvcc, ninja = find_nvcc(first), find_ninja(first)
-    flags = ["-O3", "-std=c++17", f"-I{ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+    flags = ["-O3", "-std=c++17", "-I.", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
     flags_of = {
         ".cu": quoted([*flags, *arch_flags(nvcc, archs)]),
         ".cpp": quoted([*flags, *include_flags(first)]),
     }
-    lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}", RULES]
+    ccache = shutil.which("ccache")
+    launcher = [] if ccache is None else [ccache]
+    lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}"]
+    lines += [f"launcher = {quoted(launcher)}", RULES]
     for room, output in outputs.items():
         lines += statements(room, output, flags_of)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -239,19 +263,20 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     targets = ", ".join(re.findall(r"code=(sm_\w+)", flags_of[".cu"]))
     for room in outputs:
-        print(f"{room.name}: {len(room.sources())} sources for {targets}, as far as they changed")
+        print(f"{room.name}: {len(room.sources())} sources for {targets}, compiled if changed")
     sys.stdout.flush()
-    status = {"NINJA_STATUS": "[%f/%t, %e s] "}
+    # Without this setting ccache hashes the folder, and clones share no objects.
+    variables = {"NINJA_STATUS": "[%f/%t, %e s] ", "CCACHE_NOHASHDIR": "1", **os.environ}
     command = [ninja, "-f", str(file), "-j", jobs]
-    if subprocess.run(command, env={**status, **os.environ}, check=False).returncode != 0:
-        raise BuildError(f"{file}: the build failed, see the compiler's words above")
+    if subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode != 0:
+        raise BuildError(f"{file}: the build failed, see the compiler's messages above")
 
 
 class BuildNative(build_ext):
-    """``build_ext`` that hands all extensions to ninja; what is missing stops it with one line."""
+    """``build_ext`` that passes all extensions to ninja; a missing tool ends it with one line."""
 
     def run(self) -> None:
-        """Build every extension of the chosen rooms straight into its place."""
+        """Build every extension of the chosen packages directly in its final folder."""
         room_of = {room.extension: room for room in ROOMS}
         outputs = {
             room_of[extension.name]: Path(self.get_ext_fullpath(extension.name)).resolve()
@@ -273,16 +298,16 @@ class BuildNative(build_ext):
             print(f"left out: {names}: {reason}; {COST}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
-        """They are part of what `BuildOverlay` makes."""
+        """Return nothing, because the extensions are part of the output of `BuildOverlay`."""
         return []
 
 
 class BuildOverlay(build_py):
-    """``build_py`` that lays the project into the wheel's own folder."""
+    """``build_py`` that copies the project into the wheel's separate folder."""
 
     def run(self) -> None:
         library = Path(self.build_lib)
-        shutil.rmtree(library / OVERLAY, ignore_errors=True)  # of an older build
+        shutil.rmtree(library / OVERLAY, ignore_errors=True)  # files of an older build
         for package in PACKAGES:
             for file in (ROOT / package).rglob("*"):
                 if file.suffix in KEPT and file.name != "setup.py":
@@ -293,21 +318,21 @@ class BuildOverlay(build_py):
         (library / "mosaic.pth").write_text("import mosaic_overlay_path\n")
 
     def get_source_files(self) -> list[str]:
-        """None in the places where setuptools looks for modules."""
+        """Return nothing in the places where setuptools looks for modules."""
         return []
 
 
 def main(room_name: str | None) -> None:
-    """Run setuptools for all rooms from the root (None), or for one room from inside its folder."""
+    """Run setuptools for all native packages from the root (None), or for one from its folder."""
     rooms = [room for room in ROOMS if room_name in (None, room.name)]
     package_dir = {"": "."} if room_name is None else {rooms[0].package: "."}
     os.chdir(ROOT if room_name is None else ROOT / rooms[0].folder)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    logging.disable(logging.INFO)  # of setuptools, which names every file that it copies
+    logging.disable(logging.INFO)  # setuptools logs the name of every file that it copies
     setup(
         packages=[],
         py_modules=["mosaic_overlay_path"] if room_name is None else [],
-        options={"egg_info": {"egg_base": str(FOLDER)}},  # not where Python would find it
+        options={"egg_info": {"egg_base": str(FOLDER)}},  # a folder where Python does not find it
         package_dir=package_dir,
         ext_modules=[
             Extension(room.extension, [str(source) for source in room.sources()])
@@ -319,4 +344,4 @@ def main(room_name: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(globals().get("ROOM"))  # a room's own setup.py runs this file with ROOM set
+    main(globals().get("ROOM"))  # A package's own setup.py runs this file with ROOM set.

@@ -6,15 +6,16 @@
         [--steps-per-block 2] [--requests 1 8 16 128] [--context 1024] [--gen-length 128]
         [--output-dir results/commit_fusion]
 
-With fusion, a forward computes the final keys and values of a finished block and the masked rows of
-the next one together; without it (VLLM_DLLM_COMMIT_FUSION=0) the finished block takes a forward of
-its own. Released shape, random weights, one engine after the other in this process; requests start
-together behind prompts whose keys and values are in the prefix cache.
+With fusion, one forward computes the final keys and values of a finished block together with the
+masked rows of the next block. Without it (VLLM_DLLM_COMMIT_FUSION=0) the finished block takes a
+separate forward. The model has a released shape and random weights. The two engines run one after
+the other in this process. Requests start together, after prompts whose keys and values are in the
+prefix cache.
 
     tokens/s        tokens of all answers over the time from the first step to the end of the last,
                     the fastest of the rounds
-    tokens/forward  of one request: given, as so many forwards are asked for a block
-    forwards/s      steps of the engine a second
+    tokens/forward  of one request: fixed by the number of forwards per block
+    forwards/s      steps of the engine per second
 
 Written: commit_fusion.json.
 """
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     half = len(options.requests)
     for fused, plain in zip(table.rows[:half], table.rows[half:], strict=True):
         gain = fused.tokens_per_s / plain.tokens_per_s
-        print(f"{fused.num_requests:>8} requests: fused {gain:.3f} x the tokens/s of not")
+        print(f"{fused.num_requests:>8} requests: {gain:.3f} x the tokens/s without fusion")
     harness.write("commit_fusion", options, table.rows)
 
 

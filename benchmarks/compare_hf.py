@@ -1,26 +1,28 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of our server against a plain loop that serves one request after the other.
+"""Tokens per second of our server, compared with a plain loop that serves one request at a time.
 
     benchmarks/compare_hf.py --family llada                  LLaDA-8B's shape, random weights
     benchmarks/compare_hf.py --model CHECKPOINT              a checkpoint with weights
         [--in-process] [--clients 1 8 32] [--caches none dual] [--output-dir results/throughput]
 
-Every client sends a random prompt, waits for its whole canvas, and sends the next one. The server
-is started here and stopped afterwards; `--in-process` runs the engine in this process instead, and
-its clients send their next prompts together. The plain loop (benchmarks/plain_model.py) is LLaDA's
-published generate loop over plain PyTorch modules: no cache, logits of all rows. It runs first, in
-this process; more clients do not make it faster, so it is measured with one. Before every row each
-client sends one prompt that is not measured. Of block-causal families the loop is their own
-(benchmarks/plain_model.py), which computes everything before a block with every forward of it.
+Every client sends a random prompt, waits for its whole canvas, and sends the next prompt. The
+server is started here and stopped afterwards. With `--in-process` the engine runs in this process
+instead, and its clients send their next prompts together.
+
+The plain loop (benchmarks/plain_model.py) is LLaDA's published generate loop over plain PyTorch
+modules: no cache, logits of all rows. Block-causal families have their own published loop, which
+computes everything before a block in every forward of the block. The plain loop runs first, in this
+process. More clients do not make it faster, so it is measured with one client. Before every row
+each client sends one prompt that is not measured.
 
     tokens/s        canvas tokens of all answers over the time from the first request to the last
                     answer
     ms a forward    time from a request's start to its end over its forwards (mean of the requests)
 
-Weights that the server draws itself (`--family` without `--in-process`) are upstream's dummy
-weights, in all other cases normal random numbers or the checkpoint's. Written: throughput.json,
-throughput.png and, of a server, server.log.
+With `--family` the server draws upstream's dummy weights. With `--in-process` too, weights are
+normal random numbers, and with `--model` they are the checkpoint's. Written: throughput.json,
+throughput.png and, for a server, server.log.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
-    Prompts = Sequence[Sequence[Sequence[int]]]  # of each client, one after the other
+    Prompts = Sequence[Sequence[Sequence[int]]]  # prompts of each client, in order
     Send = Callable[[Prompts, str], list["Answer"]]
 
 PLAIN_LOOP = "plain loop"
 SERVER = "server"
 ENGINE = "engine in process"
 ANSWER_S = 600.0
-MAX_PROMPT_MARGIN = 64  # positions beside prompt and canvas
+MAX_PROMPT_MARGIN = 64  # positions in addition to prompt and canvas
 COLUMNS = {"system": ">18", "cache": ">6", "clients": ">7"}
 COLUMNS |= {"tokens/s": ">9.1f", "ms a forward": ">12.2f", "x first": ">8.2f"}
 
@@ -91,7 +93,7 @@ class Row:
     seconds: float
     tokens_per_s: float
     ms_per_forward: float
-    over_first: float = 1.0  # tokens per second over those of the first row
+    over_first: float = 1.0  # tokens per second relative to the first row
 
 
 @harness.command
@@ -172,7 +174,7 @@ def measure(
 
 
 def parameters_of(options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """Return the parameters of every request; block-causal families have rules of their own."""
+    """Return the parameters of every request; block-causal families use their default rule."""
     rule = {} if cache == "exact" else {"algorithm": "semi_ar"}
     sizes = {name: getattr(options, name) for name in ("gen_length", "block_length", "steps")}
     return {**rule, "cache": cache, **sizes}
@@ -183,7 +185,7 @@ def parameters_of(options: argparse.Namespace, cache: str) -> dict[str, Any]:
 
 @contextmanager
 def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Iterator[Send]:
-    """Run the plain model with its loop until the block ends."""
+    """Provide the plain model with its loop until the block ends."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
     parameters = {name: getattr(options, name) for name in ("block_length", "steps")}
@@ -203,7 +205,7 @@ def plain_loop(folder: Path, shape: Shape, options: argparse.Namespace) -> Itera
     try:
         yield send
     finally:
-        model.to("meta")  # whoever still holds it holds no memory
+        model.to("meta")  # A caller that still refers to the model then holds no memory.
         in_process.free_memory()
 
 
@@ -243,7 +245,7 @@ def in_process_engine(folder: Path, options: argparse.Namespace) -> Iterator[Sen
 
 @contextmanager
 def server(folder: Path, options: argparse.Namespace) -> Iterator[Send]:
-    """Run our HTTP server, which one thread a client asks, until the block ends.
+    """Run our HTTP server until the block ends; one thread per client sends its requests.
 
     Raises:
         ServerFailed: The server does not start.

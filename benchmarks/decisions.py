@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Rows per second of requests that are only read, beside the rate of the server's own steps.
+"""Rows per second of requests without generation, compared with the rate of the server's own steps.
 
     benchmarks/decisions.py [--family llada] [--rows 512 128] [--clients 64] [--calls 640]
         [--output-dir results/decisions]
 
-A server with the released shape and random weights. Measured, in this order:
+The server has a released shape and random weights. These rates are measured, in this order:
 
-    steps       rows per second of steps of 4,096 rows, as the server's metrics report them, while
-                twice as many requests generate
+    steps       rows per second of steps of 4,096 rows, from the server's own metrics, while twice
+                as many requests generate
     decisions   POST /v1/systemone: one client, then --clients; each sends its next call when it has
-                the answer to the last
+                the answer to its last
     likelihood  POST /v1/loglikelihood: 128 samples of a continuation
 
 Written: decisions.json and server.log.
@@ -39,29 +39,30 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    Run = tuple[list[tuple[float, dict[str, Any]]], float]  # calls, and seconds of all
+    # Calls with their seconds, and seconds of all calls
+    Run = tuple[list[tuple[float, dict[str, Any]]], float]
 
-STEP_ROWS = 4096  # of the steps that are the measure of all else
+STEP_ROWS = 4096  # rows of the steps that all other rates are compared with
 CANVAS = 64
 CONTEXT, TARGET = 200, 100  # tokens of a likelihood
-WARM_UP = 8  # calls before a row, not measured
+WARM_UP = 8  # calls before a row that are not measured
 COLUMNS = {"call": ">10", "rows": ">5", "clients": ">7", "p50 ms": ">9.2f", "p90 ms": ">9.2f"}
 COLUMNS |= {"calls/s": ">8.2f", "rows/s": ">9.0f", "of the steps' rate": ">18.1%"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one kind of calls."""
+    """Result for one kind of call."""
 
     kind: str
-    rows: int  # of one forward
+    rows: int  # rows per forward
     num_clients: int
     num_calls: int
     calls_per_s: float
     rows_per_s: float
     p50_ms: float
     p90_ms: float
-    of_steps: float  # rows per second, of the rate of the server's steps
+    of_steps: float  # rows per second relative to the rate of the server's steps
 
 
 class Server:
@@ -115,7 +116,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Row]]:
-    """Measure rows per second of steps, and of the calls in comparison."""
+    """Measure rows per second of steps, and of the calls relative to them."""
     timeout, pool = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=pool, trust_env=False) as session:
         server = Server(url, session)
@@ -137,7 +138,7 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Ro
 
 
 async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
-    """Measure rows per second while a step of STEP_ROWS rows always waits behind another."""
+    """Measure rows per second while a step of STEP_ROWS rows is always queued after another one."""
     rows = max(options.rows)
     body = {
         "gen_length": CANVAS,
@@ -163,9 +164,9 @@ async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
 
 
 async def decision(server: Server, rows: int, num_questions: int) -> dict[str, Any]:
-    """Build a call whose sequence has `rows` rows: a byte of the state is a token.
+    """Build a call whose sequence has `rows` rows; each byte of the state is one token.
 
-    Where these do not hold `num_questions` questions, it has fewer.
+    It has fewer questions than `num_questions` if the rows do not hold all of them.
 
     Raises:
         RuntimeError: Not even one question fits.
@@ -184,7 +185,7 @@ async def decision(server: Server, rows: int, num_questions: int) -> dict[str, A
 
 
 def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]]:
-    """Return a function that builds call after call, each of which draws its own masks."""
+    """Return a function that builds calls; each call draws its own masks."""
     ids = [5 + i % 200 for i in range(CONTEXT + TARGET)]
 
     def body(number: int) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def likelihood_of(options: argparse.Namespace) -> Callable[[int], dict[str, Any]
 async def run(
     server: Server, route: str, body: Callable[[int], dict[str, Any]], clients: int, calls: int
 ) -> Run:
-    """Measure the seconds and answer of every call, and the seconds of all."""
+    """Measure the seconds and the answer of every call, and the seconds of all calls together."""
     rows: list[tuple[float, dict[str, Any]]] = []
     numbers = iter(range(calls))
 
@@ -220,7 +221,7 @@ async def run(
 def row_of(
     kind: str, rows: int, clients: int, run: Run, rows_per_call: float, steps_per_s: float
 ) -> Row:
-    """Summarise calls of `rows` rows each."""
+    """Summarise calls that have `rows` rows each."""
     last_run, seconds = run
     percents = statistics.quantiles([s for s, _ in last_run], n=10, method="inclusive")
     calls_per_s = len(last_run) / seconds

@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Short requests beside a long one: what each waits for the other.
+"""Short requests during a long one: how long each waits for the other.
 
     benchmarks/fair_shares.py [--parts alone beside clients] [--length 65536 --steps 4]
     benchmarks/fair_shares.py --length 204800 --steps 2 --parts alone beside abort [--watch 20]
     benchmarks/fair_shares.py --sequence-parallel-size 2 --parts beside --watch 15
     benchmarks/fair_shares.py --model models/llada-tiny --length 8192 --steps 16   (on a CPU)
 
-One engine, in this process, and its ranks in others; without --model it has the shape of LLaDA-8B
-and random weights. The loop that steps it hands over requests between steps, as a server's engine
-does, so a request waits from the moment that its client sends it. Parts:
+One engine runs in this process, and its ranks run in other processes. Without --model it has the
+shape of LLaDA-8B and random weights. The loop that steps the engine adds requests between steps, as
+a server's engine does. So the wait of a request starts when its client sends it. Parts:
 
-    alone      the long request by itself, with steps that are not cut and with slices
-    beside     one client of short requests, with pauses at random, while the long one runs
-    clients    eight clients without pauses: how much longer the long one takes than alone, against
-               what the shares say
-    abort      the long one is aborted in its first step: how long until its memory is back
+    alone      the long request by itself, with undivided steps and with slices
+    beside     one client of short requests, with random pauses, while the long request runs
+    clients    eight clients without pauses: how much longer the long request takes than alone,
+               compared with the configured shares
+    abort      the long request is aborted in its first step: time until its memory is released
 
-With --watch SECONDS `beside` ends so long after the short requests began, and the long request is
-aborted then, which `abort` measures. Written: fair_shares.json. Exit status: 0 only when everything
-measured is within its bound.
+With --watch SECONDS `beside` ends this long after the short requests began. The long request is
+aborted then, which `abort` measures. Written: fair_shares.json. Exit status: 0 only if all measured
+values are within their bounds.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ if TYPE_CHECKING:
 PARTS = ("alone", "beside", "clients", "abort")
 NUM_CLIENTS = 8
 BLOCK = 32
-NUM_WARM_UP, NUM_ALONE = 3, 9  # short requests by themselves
-# Bounds of seconds on an H200 for the shape of LLaDA-8B, by length: median, longest.
+NUM_WARM_UP, NUM_ALONE = 3, 9  # short requests by themselves: warm-up, measured
+# Bounds in seconds on an H200 for the shape of LLaDA-8B, by length: median, longest.
 SECONDS = {65_536: (0.35, 0.8), 204_800: (0.5, 1.2)}
-MAX_TIMES_ALONE = 8.0  # elsewhere
-MORE_OVER_RANKS = 1.3  # of all seconds, where several GPUs divide the long request
-MAX_SLOWDOWN = 2.3  # of the long request beside one client
+# Longest short request relative to its time alone, on other machines and lengths
+MAX_TIMES_ALONE = 8.0
+MORE_OVER_RANKS = 1.3  # factor of all bounds in seconds if several GPUs share the long request
+MAX_SLOWDOWN = 2.3  # slowdown of the long request while one client sends requests
 MAX_OVER_SHARE = 1.15
 MAX_OVER_UNCUT = 1.01
 MAX_ABORT_S = 0.5
@@ -81,13 +82,13 @@ class Row:
 
 @dataclass
 class Client:
-    """Sender of one short request again and again.
+    """Client that sends one short request repeatedly.
 
     Attributes:
         most_pause_s: longest pause between an answer and the next request, drawn uniformly; 0 for
             none.
-        sent: time at which the request without an answer yet was sent.
-        next_at: time at which the next one is sent.
+        sent: time at which the unanswered request was sent.
+        next_at: time at which the next request is sent.
         latencies: seconds of each answer.
     """
 
@@ -105,7 +106,7 @@ class Client:
 
 
 def held_bytes(worker: Any, req_id: str | None = None) -> int:
-    """Return a worker's pool bytes held by a paused step; at least 1 while `req_id` is there."""
+    """Return the pool bytes of a worker's paused step; at least 1 while `req_id` exists."""
     runner = worker.worker.model_runner
     return max(int(runner.pool.frame_bytes), int(req_id in runner.canvases))
 
@@ -129,12 +130,12 @@ class Bench:
         self._pause_s = self._long_steps.longest_pause_s
         self._share: float = options.long_share
         self._num_sent = 0
-        self._uncut_s = self._sliced_s = 0.0  # of the long request alone
+        self._uncut_s = self._sliced_s = 0.0  # seconds of a step of the long request alone
 
     # ---- requests ----
 
     def _send(self, num_tokens: int, gen_length: int, steps: int) -> tuple[str, str]:
-        """Send a request; return its name and the engine's id of it."""
+        """Send a request; return its name and the engine's id."""
         self._num_sent += 1
         name = str(self._num_sent)
         prompt = in_process.random_prompt(num_tokens, self._vocab_size, self._num_sent)
@@ -144,7 +145,7 @@ class Bench:
         return name, str(own)
 
     def _send_long(self) -> tuple[str, str]:
-        """Send a long request whose steps all compute everything: `--steps` over one block."""
+        """Send a long request of `--steps` steps over one block, each computing all rows."""
         steps = self._options.steps
         return self._send(self._options.length - BLOCK, BLOCK, steps)
 
@@ -179,7 +180,7 @@ class Bench:
     def _finish(self) -> None:
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        self._engine.step()  # the workers hear of who has ended
+        self._engine.step()  # the workers receive the ids of finished requests
         self._synchronise()
 
     def _synchronise(self) -> None:
@@ -212,9 +213,9 @@ class Bench:
         return seconds / int(self._options.steps)
 
     def alone(self) -> list[Row]:
-        """Measure the long request alone, uncut and in slices.
+        """Measure the long request alone, undivided and in slices.
 
-        The engine learns before how fast the device is.
+        Before that the engine measures how fast the device is.
         """
         self._learn()
         self._uncut_s = self.long_alone(0.0)
@@ -227,14 +228,14 @@ class Bench:
         ]
 
     def _learn(self) -> None:
-        """Run a little of the long request: kernels are compiled, and the pace is known."""
+        """Run a part of the long request, so that kernels are compiled and the speed is known."""
         _, own = self._send_long()
         started = time.perf_counter()
         self.drive([], lambda _: time.perf_counter() > started + self._options.learn)
         self._abort(own)
 
     def _abort(self, own: str) -> float:
-        """Abort a request; return the seconds until the buffers of its step are given back."""
+        """Abort a request; return the seconds until the buffers of its step are released."""
         started = time.perf_counter()
         self._engine.abort_request([own], internal=True)
         while self._held(own):
@@ -284,7 +285,7 @@ class Bench:
         return [Row(f"long request beside {beside}, over alone", slower, "x", MAX_SLOWDOWN)]
 
     def clients(self) -> list[Row]:
-        """Measure eight clients that always have a request there."""
+        """Measure eight clients that always have a request in flight."""
         clients = [Client(str(i), 0.0, random.Random(i)) for i in range(NUM_CLIENTS)]
         started = time.perf_counter()
         name, _ = self._send_long()
@@ -325,7 +326,7 @@ class Bench:
 
 @harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
     rows = measure(options)
     harness.write("fair_shares", options, rows)
@@ -333,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure all parts that were asked for."""
+    """Measure all requested parts."""
     names = ["long_share", "longest_pause_ms", "sequence_parallel_size"]
     if options.sequence_parallel_min_tokens is not None:
         names.append("sequence_parallel_min_tokens")
@@ -366,20 +367,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(dtype="bfloat16" if torch.cuda.is_available() else "float32")
     parser.option("--parts", PARTS, choices=PARTS)
     parser.option("--length", 65_536, "tokens of the long request")
-    parser.option("--steps", 4, "of the long request")
-    parser.option("--short-prompt", 64, "tokens of the short request's")
+    parser.option("--steps", 4, "steps of the long request")
+    parser.option("--short-prompt", 64, "tokens of the short request's prompt")
     parser.option("--short-gen-length", 64, "tokens of its canvas")
-    parser.option("--short-steps", 32, "of the short request")
+    parser.option("--short-steps", 32, "steps of the short request")
     parser.option("--watch", 0.0, "seconds of `beside`, at most; 0: to the long one's end")
     parser.option("--learn", 2.0, "seconds before `alone`")
     parser.option("--sequence-parallel-size", 1, "ranks that share long steps")
     help_text = "rows from which a step is shared (default: where that pays)"
     parser.option("--sequence-parallel-min-tokens", None, help_text, type=int)
-    parser.option("--long-share", 0.5, "of the time, that long requests keep")
-    parser.option("--longest-pause-ms", 100.0, "that a short request waits")
+    parser.option("--long-share", 0.5, "share of the time that long requests keep")
+    parser.option("--longest-pause-ms", 100.0, "longest wait of a short request")
     options = parser.parse_args(arguments)
     if "clients" in options.parts and "alone" not in options.parts:
-        parser.error("--parts clients: wanted alone beside it")
+        parser.error("--parts: clients requires alone as well")
     return options
 
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Servers behind a router: its policies under prompts that share prefixes.
+"""Servers behind a router: its policies with prompts that share prefixes.
 
     benchmarks/fleet.py --model FOLDER [--servers 4] [--policies round_robin ...]
         [--groups 16] [--per-group 8] [--prefix 768] [--tokens 16] [--clients 4] [--pool 64MiB]
 
-Requests of a group have prompts that begin alike, with random tokens. They go to /v1/completions
-as token ids, by which `cache_aware` knows a prefix, with the group as their X-Session-ID, by which
-`sticky_least_loaded` and `consistent_hash` do, and are streamed. All of them, in an order by
-chance, are sent by a number of clients through `vllm-router` (pip install vllm-router; it must be
-on PATH), once for each policy. Caches are empty before each. Measured: the share of prompt tokens
-that servers had in their caches, the time to the first block of an answer, all requests a second,
-and how many requests each server had.
+Requests of a group have prompts with the same prefix of random tokens. They are streamed and go to
+/v1/completions as token ids, by which `cache_aware` recognises a prefix. Their X-Session-ID is the
+group, by which `sticky_least_loaded` and `consistent_hash` recognise it. The clients send all
+requests in random order through `vllm-router` (pip install vllm-router; it must be on PATH), once
+for each policy. Caches are empty before each policy.
+
+Measured: the share of prompt tokens that servers had in their caches, the time to the first block
+of an answer, the requests per second, and the number of requests of each server.
 
 Written: fleet.json.
 """
@@ -51,13 +52,14 @@ COLUMNS = {
     "requests/s": ">10.1f",
     "requests of each server": "<24",
 }
-FIRST_ID, LAST_ID, OWN = 100, 999, 16  # ids of prompts, and how many each request has of its own
+# Ids of prompts, and number of tokens that each request has after its prefix
+FIRST_ID, LAST_ID, OWN = 100, 999, 16
 ROUTER = ("--health-check-endpoint", "/ready", "--health-check-interval-secs", "1")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured with one policy."""
+    """Result for one policy."""
 
     policy: str
     cached: float
@@ -87,15 +89,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("fleet", __doc__)
     parser.option("--model", about="checkpoint", type=Path, required=True)
     parser.option("--servers", 4, "servers behind the router", type=positive)
-    parser.option("--policies", POLICIES, "the router's")
+    parser.option("--policies", POLICIES, "policies of the router")
     parser.option("--groups", 16, "prefixes", type=positive)
     parser.option("--per-group", 8, "requests that share one", type=positive)
     parser.option("--prefix", 768, "tokens of a prefix", type=positive)
-    parser.option("--tokens", 16, "of an answer", type=positive)
+    parser.option("--tokens", 16, "tokens of an answer", type=positive)
     parser.option("--clients", 4, "requests at a time", type=positive)
     parser.option("--pool", "64MiB", "VLLM_ACTIVATION_POOL_SIZE_BYTES of each server")
-    parser.option("--max-model-len", 2048, "of the servers", type=positive)
-    parser.option("--seed", 0, "of prefixes and their order")
+    parser.option("--max-model-len", 2048, "longest length of the servers", type=positive)
+    parser.option("--seed", 0, "seed of prefixes and their order")
     parser.option(
         "--balance", 64, "how many more requests a cache-aware worker may have than another"
     )
@@ -104,12 +106,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def servers(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Start the servers side by side; yield their addresses."""
+    """Start the servers in parallel; yield their addresses."""
     variables = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "VLLM_ACTIVATION_POOL_SIZE_BYTES": options.pool,
-        "VLLM_SERVER_DEV_MODE": "1",  # has the route that empties the cache
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the route that empties the cache
     }
     with ExitStack() as stack:
         processes = []
@@ -148,7 +150,7 @@ def routed(options: argparse.Namespace, router: str, policy: str, urls: list[str
 
 
 def requests_of(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
-    """Make group and prompt of all requests, in an order by chance."""
+    """Make group and prompt of all requests, in random order."""
     draws = random.Random(options.seed)
 
     def some(number: int) -> list[int]:
@@ -206,7 +208,7 @@ def client(
     times: list[float],
     errors: list[Exception],
 ) -> None:
-    """Send requests until none is left; note the seconds to the first block of each."""
+    """Send requests until none is left; record the seconds to the first block of each."""
     body = {"model": "model", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body["stream"] = True
     try:

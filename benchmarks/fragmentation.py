@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine takes of the GPU's memory over many requests of random lengths, by allocator.
+"""GPU memory of an engine over many requests of random lengths, by allocator.
 
     python benchmarks/fragmentation.py --output-dir results/fragmentation
 
-Runs the same requests, one after the other, in three engines side by side, each in a process of its
-own: with the activation pool on CUDA virtual memory, on PyTorch's caching allocator, and on that
-allocator with expandable segments. Two layers of the LLaDA-8B shape do: every layer lays out the
-same buffers. CUDA graphs are off, as they take the same memory in each. Short lengths are as likely
-as long ones: their logarithm is uniform.
+The same requests run one after the other in three engines at the same time, each in a separate
+process: with the activation pool on CUDA virtual memory, on PyTorch's caching allocator, and on
+that allocator with expandable segments. The model has two layers of the LLaDA-8B shape, which is
+enough because every layer has the same buffers. CUDA graphs are off, because they take the same
+memory in each engine. The logarithm of the lengths is uniform, so short lengths are as likely as
+long ones.
 
-* used: the most that buffers and temporaries of any step had in use at a time.
-* reserved: the most that the process held of the GPU for them, looked at after every request.
+* used: the largest number of bytes that buffers and temporaries of a step used at a time.
+* reserved: the largest GPU memory that the process held for them, read after every request.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--requests", 200, "how many", type=positive)
     parser.option("--shortest", 128, "in tokens", metavar="T")
     parser.option("--longest", 65_536, "in tokens", metavar="T")
-    parser.option("--seed", 0, "of the lengths")
+    parser.option("--seed", 0, "seed of the lengths")
     parser.shape("llada")
     parser.set_defaults(num_layers=2)
     parser.add_argument("--allocator", choices=ALLOCATORS, help=argparse.SUPPRESS)
@@ -103,10 +104,10 @@ def start(
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Run the requests in an engine of this process, whose allocator the environment chooses."""
+    """Run the requests in an engine of this process; the environment selects its allocator."""
     import torch
 
-    from benchmarks import in_process  # first: it sets what vllm reads once
+    from benchmarks import in_process  # Import this first: it sets variables that vllm reads once.
     from benchmarks.shapes import Shape
 
     if not torch.cuda.is_available():
@@ -133,7 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 class Reserved:
-    """Memory that this process has taken from the GPU since this object was made.
+    """Memory that this process has taken from the GPU since this object was created.
 
     Args:
         pool: the engine's activation pool.
@@ -141,17 +142,17 @@ class Reserved:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._before = self._beside_the_pool()
+        self._before = self._outside_the_pool()
 
     def num_bytes(self) -> int:
-        """Return the bytes of the pool, and of PyTorch's allocator beside it."""
-        taken: int = self._pool.num_bytes + self._beside_the_pool() - self._before
+        """Return the bytes of the pool, plus those that PyTorch's allocator holds outside of it."""
+        taken: int = self._pool.num_bytes + self._outside_the_pool() - self._before
         return taken
 
-    def _beside_the_pool(self) -> int:
+    def _outside_the_pool(self) -> int:
         import torch
 
-        # What PyTorch has of a pool on virtual memory it counts as its own, too.
+        # PyTorch also counts the memory that it holds of a pool on virtual memory.
         shared: int = self._pool.used_bytes
         return torch.cuda.memory_reserved() - shared
 

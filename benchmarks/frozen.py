@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Long answers to long prompts with `cache: frozen`: the first step, and all that follow it.
+"""Long answers to long prompts with `cache: frozen`: the first step, and all further steps.
 
     benchmarks/frozen.py [--family llada] [--prompts 16256 204672] [--canvas 128] [--steps 128]
         [--compare 16384] [--pool-gib G] [--host-gib H] [--output-dir results/frozen]
 
-Released shape, random weights, prompts as token ids, one request at a time through the engine.
-Measured is the request as a whole, from the call to its answer, its first step, which computes
-prompt and canvas, and the median of the others, from the start of one to the start of the next.
-Sequences of up to --compare tokens are run without a cache as well. With a small pool, keys and
-values of some layers lie in host memory and are copied in every step.
+The model has a released shape and random weights. Prompts are token ids, and the engine runs one
+request at a time. Measured are the whole request, from the call to its answer; its first step,
+which computes prompt and canvas; and the median of the other steps, from the start of one to the
+start of the next. Sequences of up to --compare tokens also run without a cache. With a small pool,
+keys and values of some layers are in host memory and are copied in every step.
 
 Written: frozen.json.
 """
@@ -54,8 +54,8 @@ class Row:
         total_s: seconds from the call to the answer.
         first_s: seconds until the second step began.
         step_ms: median interval of the steps after it.
-        peak_bytes: bytes of the largest step, with what is kept.
-        host_layers: number of layers whose keys and values lay in host memory.
+        peak_bytes: bytes of the largest step, including kept keys and values.
+        host_layers: number of layers whose keys and values were in host memory.
     """
 
     prompt: int
@@ -83,11 +83,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("frozen", __doc__)
     parser.shape("llada", FAMILIES)
-    parser.option("--prompts", [16256, 204672], "their lengths", type=positive)
+    parser.option("--prompts", [16256, 204672], "lengths of the prompts", type=positive)
     parser.option("--canvas", 128, type=positive)
     parser.option("--steps", None, "default: one for each token of the canvas", type=int)
     parser.option("--compare", 16384, "longest sequence without a cache; 0: none")
-    parser.option("--pool-gib", None, "activation pool (default: what is free)", type=float)
+    parser.option("--pool-gib", None, "activation pool (default: all free memory)", type=float)
     parser.option("--host-gib", None, "host memory for keys and values", type=float)
     options = parser.parse_args(arguments)
     options.steps = options.steps or options.canvas
@@ -95,7 +95,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure every prompt, without a cache where it is short enough, and frozen."""
+    """Measure every prompt with a frozen cache, and without a cache if it is short enough."""
     for name, variable in POOLS.items():
         if getattr(options, name) is not None:
             os.environ[variable] = str(int(getattr(options, name) * GIB))
@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def measure_request(
     llm: Any, runner: Any, prompt: Sequence[int], cache: str, options: argparse.Namespace
 ) -> Row:
-    """Measure one request alone."""
+    """Measure one request by itself."""
     canvas, host_layers = options.canvas, []
     parameters = {
         "gen_length": canvas,

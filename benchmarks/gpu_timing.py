@@ -3,15 +3,16 @@
 
     from benchmarks.gpu_timing import compare, copy_bandwidth, rotating, run_record
 
-    inputs = rotating(lambda: torch.randn(4096, 4096, device="cuda"))  # together beyond the cache
+    inputs = rotating(lambda: torch.randn(4096, 4096, device="cuda"))  # together exceed the cache
     times = compare({
         "ours": [partial(op, x) for x in inputs],
         "torch": [partial(torch_op, x) for x in inputs],
     })                                                      # {"ours": Timing, "torch": Timing}
     print(times["ours"].median_us, num_bytes / times["ours"].seconds / copy_bandwidth())
 
-All times come from CUDA events. Variants to be compared are run in turns, so that a change of the
-clock rate meets all of them. Inputs are random: on zeros a card needs less power and is faster.
+All times are measured with CUDA events. Variants that are compared run in turns, so that a change
+of the clock rate affects all of them. Inputs are random, because with zeros a card needs less power
+and is faster.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MIN_ATTENTION_LENGTH = 2048
-SUSTAINED_S = 0.3  # of work after which a card has met its limit of power
+SUSTAINED_S = 0.3  # seconds of work after which a card has reached its power limit
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call, over several measurements."""
+    """Time of one call over several measurements."""
 
     median_ms: float
     min_ms: float
@@ -76,10 +77,10 @@ class Timing:
 
 
 def time_call(call: Callable[[], object], *, repeats: int = 20, warm_up_s: float = 0.05) -> Timing:
-    """Measure the device time from before to after one call, gaps between its kernels included.
+    """Measure the device time of one call, including the gaps between its kernels.
 
-    The call may launch any number of kernels, from the host each time: what a user's program sees
-    once the device waits for the host. It is repeated for `warm_up_s` seconds before.
+    The call may launch any number of kernels, each time from the host, as a user's program would
+    when the device waits for the host. It is repeated for `warm_up_s` seconds before.
     """
     warm_up([call], warm_up_s)
     return Timing.of([event_ms(call) for _ in range(repeats)])
@@ -88,10 +89,10 @@ def time_call(call: Callable[[], object], *, repeats: int = 20, warm_up_s: float
 def time_graph(
     calls: Sequence[Callable[[], object]], *, repeats: int = 20, warm_up_s: float = 0.05
 ) -> Timing:
-    """Measure the device time of one call, from replays of one CUDA graph of all `calls` in turn.
+    """Measure the device time of one call, by replays of one CUDA graph of all `calls` in turn.
 
-    This takes the host out of the measurement. Give calls on different inputs (see `rotating`), or
-    a small input stays in the cache.
+    This excludes the host from the measurement. Pass calls on different inputs (see `rotating`),
+    because a small input would stay in the cache.
     """
     replay = graph_of(calls)
     warm_up([replay], warm_up_s)
@@ -109,8 +110,9 @@ def compare(
 
     Args:
         variants: calls of each variant, usually one for each of several inputs.
-        use_graphs: all calls of a variant become one CUDA graph, as in `time_graph`. A variant
-            that cannot be captured needs False; then the gaps between its launches count.
+        use_graphs: whether all calls of a variant become one CUDA graph, as in `time_graph`. A
+            variant that cannot be captured requires False; then the gaps between its launches
+            count.
     """
     run = {
         name: graph_of(calls) if use_graphs else partial(_call_all, calls)
@@ -155,9 +157,10 @@ def warm_up(calls: Sequence[Callable[[], object]], seconds: float) -> None:
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Capture a CUDA graph of `calls` in order, after one run on a side stream; return its replay.
+    """Capture a CUDA graph of `calls` in order; return a function that replays it.
 
-    The graph, its memory and what `calls` hold live as long as the result.
+    The calls run once on a side stream before. The graph, its memory and the data of `calls` live
+    as long as the result.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -181,7 +184,7 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def rotating(make: Callable[[], T], num_bytes: int | None = None, most: int = 64) -> list[T]:
-    """Make inputs that together exceed the device's cache twice, so that each is read cold.
+    """Make inputs that together are twice the device's cache, so that each is read from memory.
 
     Args:
         num_bytes: bytes that one call reads and writes of its input; by default the bytes of the
@@ -211,7 +214,8 @@ def l2_bytes() -> int:
 
 
 # --- ceilings --------------------------------------------------------------------------------
-# Of the fastest measurement: a card that gets hot lowers its clock, and a ceiling must not follow.
+# Ceilings come from the fastest measurement: a hot card lowers its clock, and a ceiling must not
+# follow.
 
 
 @cache
@@ -225,7 +229,7 @@ def copy_bandwidth(num_bytes: int = 2**31) -> float:
 
 @cache
 def matmul_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Measure FLOP per second of successive `size` x `size` x `size` products of random numbers."""
+    """Measure FLOP per second of repeated products of `size` x `size` random matrices."""
     a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
     timing = time_call(partial(torch.mm, a, b), warm_up_s=SUSTAINED_S)
     return float(2000 * size**3 / timing.median_ms)
@@ -254,10 +258,10 @@ def attention_rate(
 def rates(
     length: int, num_heads: int, head_dim: int, noted: dict[str, Any]
 ) -> tuple[float, float, float]:
-    """Measure bandwidth and rates of products and of attention over `length` rows; add to `noted`.
+    """Measure bandwidth, and the rates of products and of attention; add them to `noted`.
 
-    Attention over few rows is bound by its launch, not by the card: it is measured over at least
-    2,048.
+    Attention is measured over `length` rows, but at least over 2,048: with fewer rows the launch
+    decides its time, not the card.
     """
     length = max(length, MIN_ATTENTION_LENGTH)
     measured = copy_bandwidth(), matmul_rate(), attention_rate(length, num_heads, head_dim)
@@ -290,7 +294,7 @@ def run_record() -> dict[str, Any]:
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `{"run": run_record(), **content}` as JSON; makes the folder."""
+    """Write `{"run": run_record(), **content}` as JSON; create the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"run": run_record(), **content}, indent=2) + "\n", "utf-8")
 
@@ -315,7 +319,7 @@ class KernelParser(Parser):
     def parse(
         self, arguments: Sequence[str] | None = None, *, is_built: bool = True
     ) -> argparse.Namespace:
-        """Parse the options; exit without a GPU or where the measured module is not built."""
+        """Parse the options; exit without a GPU or if the measured module is not built."""
         options = self.parse_args(arguments)
         if not torch.cuda.is_available():
             self.error("needs a CUDA device")
@@ -327,7 +331,7 @@ class KernelParser(Parser):
 def report(
     path: Path | None, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """Print rows as they come, below the bandwidth of a copy; write them if there is a path."""
+    """Print rows as they arrive, after the bandwidth of a copy; write them if there is a path."""
     print(f"copy: {copy_bandwidth() / 1e12:.2f} TB/s")
     table = Table(columns)
     for row in rows:

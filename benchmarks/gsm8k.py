@@ -6,12 +6,12 @@
         --gen-length 256 --block-length 32 threshold=0.9 cache=dual
 
 Each line of the file is a JSON object with `question` and `answer`, whose last line is `#### N`
-(Cobbe et al. 2021, arXiv:2110.14168). The question goes zero-shot, with a request to think step by
-step, through the checkpoint's chat template to `POST /generate`; the last number of the text is the
-prediction. Further parameters of the request are given as KEY=VALUE.
+(Cobbe et al. 2021, arXiv:2110.14168). The question is sent zero-shot, with a request to think step
+by step, through the checkpoint's chat template to `POST /generate`. The last number of the text is
+the prediction. Further parameters of the request are given as KEY=VALUE.
 
-Written: answers.csv, every answer as soon as it is there, and summary.json. Needs nothing beyond
-the server's own requirements. Exit status: 0, or 1 with one line on stderr.
+Written: answers.csv, with every answer as soon as it arrives, and summary.json. Requires nothing
+beyond the server's own requirements. Exit status: 0, or 1 with one line on stderr.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROMPT = (
     "{question}\n\nThink step by step. End your answer with the line 'The answer is N', where N is"
     " the resulting number."
 )
-# A sign counts only where no word or number ends before it: "3-4" holds 3 and 4.
+# A sign counts only if no word or number ends before it: "3-4" contains 3 and 4.
 NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)")
 
 
@@ -64,7 +64,7 @@ class Answer:
 
     Attributes:
         predicted: last number of `text`, or nothing.
-        num_committed: canvas tokens committed, behind the end of the answer too.
+        num_committed: canvas tokens committed, including those behind the end of the answer.
         seconds: seconds from sending the request to its answer.
     """
 
@@ -101,15 +101,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("gsm8k", __doc__)
     url = "http://127.0.0.1:8901"
-    parser.option("--host", url, "of the server", metavar="URL", type=server_url)
+    parser.option("--host", url, "URL of the server", metavar="URL", type=server_url)
     parser.option("--data", None, "JSON lines: question, answer", type=Path, required=True)
     parser.option("--limit", None, "only the first N problems", metavar="N", type=positive)
     parser.option("--concurrency", 8, "requests at a time", type=positive)
     parser.option("--gen-length", 256, "canvas in tokens", type=positive)
-    parser.option("--steps", None, "denoise steps (default: the server's)", type=positive)
-    parser.option("--block-length", None, "block (default: the server's)", type=positive)
+    parser.option("--steps", None, "denoising steps (default: the server's)", type=positive)
+    parser.option("--block-length", None, "block length (default: the server's)", type=positive)
     parser.option("--algorithm", None, "decoding algorithm (default: the server's)")
-    parser.option("--temperature", 0.0, "of the answers")
+    parser.option("--temperature", 0.0, "temperature of the answers")
     parser.option("--prompt", PROMPT, "user message with {question}", type=prompt_template)
     parser.option("--timeout", 3600.0, "seconds to wait for an answer", metavar="S")
     help_text = "more request parameters"
@@ -125,7 +125,7 @@ def prompt_template(text: str) -> str:
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE; a value that is no JSON is a string."""
+    """Parse KEY=VALUE; a value that is not JSON is a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"given {text!r}; wanted KEY=VALUE")
@@ -185,7 +185,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def ask_all(problems: Sequence[Problem], options: argparse.Namespace) -> Iterator[Answer]:
-    """Yield answers in the order in which they come; the first failure ends the run.
+    """Yield answers in the order of their arrival; the first failure ends the run.
 
     Raises:
         RequestError: the server is absent, refused a request, or did not answer in time.
@@ -201,7 +201,7 @@ def ask_all(problems: Sequence[Problem], options: argparse.Namespace) -> Iterato
 
 
 def ask(problem: Problem, options: argparse.Namespace) -> Answer:
-    """Send one problem and judge the answer; errors as `ask_all`."""
+    """Send one problem and judge the answer; for errors see `ask_all`."""
     started = time.perf_counter()
     text = post(options.host.rstrip("/") + "/generate", body(problem, options), options.timeout)
     seconds = time.perf_counter() - started
@@ -220,7 +220,7 @@ def ask(problem: Problem, options: argparse.Namespace) -> Answer:
         )
     except (ValueError, KeyError, TypeError, IndexError):
         raise BenchmarkError(
-            f"{options.host} gave no answer of POST /generate: {text[:200]!r}"
+            f"{options.host} sent an answer that POST /generate does not have: {text[:200]!r}"
         ) from None
 
 
@@ -242,7 +242,7 @@ def body(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(problem: Problem, text: str, **report: Any) -> Answer:
-    """Compare the last number of a text with the expected one; `report` is the rest of Answer."""
+    """Compare the last number of a text with the expected one; `report` has the other fields."""
     predicted = last_number(text)
     return Answer(
         index=problem.index,
@@ -259,7 +259,7 @@ def judge(problem: Problem, text: str, **report: Any) -> Answer:
 
 
 def write_as_they_come(path: Path, answers: Iterable[Answer], total: int) -> list[Answer]:
-    """Write every answer to a CSV file at once, under a progress bar; returns all of them."""
+    """Write every answer to a CSV file at once, under a progress bar; return all answers."""
     done: list[Answer] = []
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [column.name for column in fields(Answer)])

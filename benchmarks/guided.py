@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a schema costs: to compile, in a step of its own, and in an engine's steps.
+"""The cost of a JSON schema: its compilation, one step in isolation, and an engine's steps.
 
-    benchmarks/guided.py                      all of it; without a GPU compiling only
+    benchmarks/guided.py                      everything; without a GPU only the compilation
     benchmarks/guided.py --num-layers 2       fewer layers of LLaDA-8B in the engine
 
 The vocabulary is made up: 126,464 tokens of syllables, numbers, spaces, punctuation and pieces of
-UTF-8, many of which cross the borders of JSON's parts. Engines run random weights with and without
-the schema, in turns.
+UTF-8, many of which cross the boundaries of JSON's parts. Engines have random weights and run with
+and without the schema, in turns.
 
 Written: guided.json.
 """
@@ -60,13 +60,13 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def schema(num_fields: int) -> dict[str, Any]:
-    """Build the schema of an object of `num_fields` required fields of seven kinds."""
+    """Build the schema of an object with `num_fields` required fields of seven kinds."""
     members = {f"field_{i}": KINDS[i % len(KINDS)] for i in range(num_fields)}
     return {"type": "object", "properties": members, "required": list(members)}
 
 
 def vocabulary(num_tokens: int) -> Vocabulary:
-    """Make up tokens, identical in every call; the last 64 are special."""
+    """Make up tokens, which are the same in every call; the last 64 are special."""
     draw = random.Random(0)
     tokens = {bytes([byte]) for byte in range(256)}
     tokens |= {str(number).encode() for number in range(1000)}
@@ -97,7 +97,7 @@ def vocabulary(num_tokens: int) -> Vocabulary:
 
 
 def compile_times(known: Vocabulary) -> tuple[Language, dict[str, float]]:
-    """Measure milliseconds of one core for 20 fields; the trie is made once a server."""
+    """Measure the milliseconds on one core for 20 fields; a server builds the trie only once."""
     times = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -118,7 +118,7 @@ def compile_times(known: Vocabulary) -> tuple[Language, dict[str, float]]:
 def step_us(
     language: Language, num_requests: int, num_rows: int, temperature: float, repeats: int = 20
 ) -> tuple[float, float]:
-    """Measure microseconds, of the device and of the host, of one step's joint choices."""
+    """Measure the microseconds of the device and of the host for one step's joint choices."""
     rows = torch.randn(num_requests * num_rows, NUM_TOKENS, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(num_rows, device="cuda")
     ends = [num_rows * (i + 1) for i in range(num_requests)]
@@ -149,7 +149,7 @@ def step_us(
 
 
 def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure milliseconds a step of an engine, free and with the schema."""
+    """Measure the milliseconds per step of an engine, without a schema and with it."""
     config = harness.configuration_of(options)
     known = vocabulary(config["embedding_size"])
     medians: dict[str, dict[str, float]] = {}
@@ -160,7 +160,7 @@ def engine_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     ):
         for requests, temperature in itertools.product(options.requests, (0.0, 1.0)):
             times: dict[str, float] = {}
-            for _ in range(2):  # the first time compiles kernels and captures graphs
+            for _ in range(2):  # The first iteration compiles kernels and captures graphs.
                 structured = {"structured_outputs": {"json": schema(5)}}
                 for name, more in (("free", {}), ("schema", structured)):
                     parameters = {**more, "temperature": temperature}
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = harness.Parser("guided", __doc__)
     parser.shape("llada", ("llada",))
-    parser.option("--requests", [1, 32], "at once, in the engine", type=positive)
+    parser.option("--requests", [1, 32], "requests at once in the engine", type=positive)
     options = parser.parse_args(arguments)
     language, times = compile_times(vocabulary(NUM_TOKENS))
     results: dict[str, Any] = {"compile_ms": times, "states": language.num_states}

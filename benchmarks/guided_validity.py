@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Any number of answers under every rule, cache and temperature, all checked against a schema.
+"""Many answers with every rule, cache and temperature, each checked against a schema.
 
     benchmarks/guided_validity.py --answers 2000
 
-Tiny random models, on the CPU or a GPU; prints how many answers were valid, and ends with 1 if one
-was not.
+The models are tiny and random, on the CPU or a GPU. The program prints how many answers were valid,
+and exits with 1 if one was not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AT_ONCE = 32
 
 
 def asks(case: str, rules: dict[str, dict[str, Any]], count: int) -> list[tuple[str, Request, Any]]:
-    """Return (rule, request, schema) of `count` requests, rule after rule and round again."""
+    """Return (rule, request, schema) of `count` requests, with the rules in turn."""
     requests: list[tuple[str, Request, Any]] = []
     for number in range(count):
         name = list(rules)[number % len(rules)]
@@ -79,9 +79,9 @@ def fault(answer: Any, schema: Any) -> str | None:
 
 @harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = harness.Parser("", __doc__)
-    parser.option("--answers", 2000, "how many, at least")
+    parser.option("--answers", 2000, "number of answers, at least")
     options = parser.parse_args(arguments)
     cases: dict[str, dict[str, dict[str, Any]]] = {"mha": GUIDED_RULES, **BLOCK_RULES}
     num_rules = sum(map(len, cases.values()))

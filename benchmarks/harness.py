@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common parts of benchmarks: options, model, printed table, record, plot, failures.
 
-Imports neither torch nor vllm: `prepare` sets variables that these read once.
+This module imports neither torch nor vllm, because `prepare` sets variables that these read once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 ENVIRONMENT = {
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the released models state 4,096 and run any length
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the released models state 4,096 and support any length
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "GOMP_SPINCOUNT": "10000",  # as in a server, also before it is imported
+    "GOMP_SPINCOUNT": "10000",  # as in a server, and before torch is imported
 }
 FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
-WIDTH = re.compile(r"\d+")  # of a format
+WIDTH = re.compile(r"\d+")  # the width in a format
 
 
 class BenchmarkError(Exception):
@@ -79,10 +79,10 @@ class Parser(argparse.ArgumentParser):
         kind = argparse.RawDescriptionHelpFormatter
         super().__init__(description=about, formatter_class=kind)
         if name:
-            self.option("--output-dir", ROOT / "results" / name, "for the results")
+            self.option("--output-dir", ROOT / "results" / name, "folder for the results")
 
     def option(self, name: str, default: Any = None, about: str = "", **more: Any) -> None:
-        """Add an option of the type of its default: a number, a text, a path, a list, a switch.
+        """Add an option with the type of its default: a number, a text, a path, a list, a switch.
 
         Args:
             more: arguments of `add_argument`; without a default they include its `type`.
@@ -100,11 +100,11 @@ class Parser(argparse.ArgumentParser):
     def shape(
         self, family: str | None, families: Sequence[str] = FAMILIES, *, takes_model: bool = False
     ) -> None:
-        """Add the options of a released model's shape, with random weights.
+        """Add the options for a released model's shape with random weights.
 
         Args:
             family: default family; None: the option is required.
-            takes_model: whether a checkpoint with weights may be named in its place.
+            takes_model: whether a checkpoint with weights may be given instead.
         """
         either = self.add_mutually_exclusive_group(required=family is None)
         either.add_argument("--family", choices=families, default=family)
@@ -114,14 +114,14 @@ class Parser(argparse.ArgumentParser):
         self.scale()
 
     def scale(self) -> None:
-        """Add the options by which a released shape is scaled."""
+        """Add the options that scale a released shape."""
         self.option("--dtype", "bfloat16")
-        self.option("--num-layers", None, "instead of the released model's number", type=int)
-        self.option("--shrink", 1, "divide all widths (for a test run)")
+        self.option("--num-layers", None, "number of layers (default: as released)", type=int)
+        self.option("--shrink", 1, "divisor of all widths (for a test run)")
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"given {text}; wanted at least 1")
@@ -132,14 +132,14 @@ def positive(text: str) -> int:
 
 
 def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return config.json of the shape that the options of `Parser.shape` name."""
+    """Return config.json for the shape that the options of `Parser.shape` select."""
     sizes = {"num_layers": options.num_layers, "shrink": options.shrink}
     return configuration(options.family, options.size, **sizes)
 
 
 @contextmanager
 def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder of --model, or one of the shape's files without weights."""
+    """Yield the folder of --model, or a folder with the shape's files without weights."""
     if getattr(options, "model", None) is not None:
         yield options.model.resolve()
         return
@@ -156,7 +156,7 @@ def sampling_of(parameters: dict[str, Any]) -> Any:
     """Return SamplingParams of a request for a whole canvas, at temperature 0, without drafts.
 
     Args:
-        parameters: parameters of the request, including `gen_length`; they may ask for drafts.
+        parameters: parameters of the request, including `gen_length`; they may enable drafts.
     """
     from vllm import SamplingParams
 
@@ -182,7 +182,7 @@ def report_of(output: Any) -> dict[str, Any]:
 
 
 def steps_per_forward(reports: Sequence[Mapping[str, Any]]) -> float:
-    """Return how many steps a forward served, over all reports."""
+    """Return the number of steps per forward, over all reports."""
     return sum(r["num_steps"] for r in reports) / sum(r["num_forwards"] for r in reports)
 
 
@@ -190,13 +190,14 @@ def steps_per_forward(reports: Sequence[Mapping[str, Any]]) -> float:
 
 
 class Table:
-    """Table whose rows are printed as soon as they are there, above a bar with the time left.
+    """Table that prints each row as soon as it is added, above a bar with the time left.
 
     Args:
-        columns: heading -> format of its cells, whose width is the column's.
-        attributes: names of a row's attributes, one a column; without any, rows are sequences of
+        columns: heading -> format of its cells, which also gives the column's width.
+        attributes: names of a row's attributes, one per column; without any, rows are sequences of
             cells.
-        total: number of rows, if known; otherwise there is no bar, nor if stderr is no terminal.
+        total: number of rows, if known. Without it, or if stderr is not a terminal, there is no
+            bar.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterato
 
 
 def cell(value: object) -> str:
-    """Format a value: floats to three digits, at most two behind the point; a dash for None."""
+    """Format a value: floats with three digits, at most two decimals; a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, float):
@@ -281,7 +282,7 @@ def cell(value: object) -> str:
 
 
 def write(kind: str, options: argparse.Namespace, rows: Iterable[Any] = (), **content: Any) -> None:
-    """Write KIND.json, with the options and the results, into the folder of the results."""
+    """Write KIND.json, with the options and the results, to the folder of the results."""
     from benchmarks.gpu_timing import write_record
 
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
@@ -302,7 +303,7 @@ def draw(
     size: tuple[float, float] = (5.0, 4.0),
     **shared: Any,
 ) -> None:
-    """Draw a picture of panels; nothing without matplotlib.
+    """Draw a picture of panels; without matplotlib do nothing.
 
     Args:
         paint: called with all panels, row by row.
@@ -315,7 +316,7 @@ def draw(
         sys.stderr.write("no plot: matplotlib is missing\n")
         return
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text
+    matplotlib.rcParams["svg.fonttype"] = "none"  # keep text as text
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, **shared)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine inside this process, whose steps can be timed.
 
-Import this before anything imports vllm: it sets the variables that vllm reads once.
+Import this module before anything imports vllm, because it sets variables that vllm reads once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-NUM_EVENTS = 512  # of steps that are timed; more are made when they are needed
+NUM_EVENTS = 512  # events for this many steps are created in advance; more are created when needed
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Times and sizes of one denoise step of an engine.
+    """Times and sizes of one denoising step of an engine.
 
     Attributes:
         started: time.perf_counter() at its start.
@@ -45,7 +45,7 @@ class Step:
         num_sampled: number of these rows whose logits were computed.
         planned_ms: the planner's prediction of the time.
         step_ms: milliseconds from the first host instruction to the results on the host.
-        device_ms: milliseconds between CUDA events around it; None on the CPU.
+        device_ms: milliseconds between CUDA events around the step; None on the CPU.
     """
 
     num_requests: int
@@ -73,7 +73,7 @@ class StepLog:
         """Time every step of `runner` until the block ends."""
         launch, collect, on_cuda = runner.launch, runner.collect, runner.device.type == "cuda"
         launched: dict[float, tuple[float, tuple[Any, Any] | None]] = {}
-        spare = _recorded_events(NUM_EVENTS if on_cuda else 0)  # to make one takes time
+        spare = _recorded_events(NUM_EVENTS if on_cuda else 0)  # creating an event takes time
 
         def timed_launch(req_ids: list[str]) -> Any:
             events = None
@@ -116,7 +116,7 @@ class StepLog:
 
 
 def _recorded_events(count: int) -> list[tuple[Any, Any]]:
-    """Make pairs of recorded events: the device creates an event when first recorded."""
+    """Make pairs of recorded events; the device creates an event when it is first recorded."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for event in chain(*pairs):
         event.record()
@@ -124,15 +124,16 @@ def _recorded_events(count: int) -> list[tuple[Any, Any]]:
 
 
 def median_interval_ms(steps: Sequence[Step]) -> float:
-    """Return the median time from the start of a step to that of the next: a client's wait."""
+    """Return the median time from the start of a step to that of the next, as a client waits."""
     starts = [step.started for step in steps]
     return 1000 * statistics.median(b - a for a, b in pairwise(starts))
 
 
 def kernel_times(run: Callable[[], Sequence[Step]]) -> dict[str, tuple[float, float]]:
-    """Return kernel name -> (milliseconds, launches), per step of those that `run` returns.
+    """Return kernel name -> (milliseconds, launches) per step, for the steps that `run` returns.
 
-    It covers the device's work as torch.profiler sees it, the longest first; nothing on the CPU.
+    This covers the device's work as torch.profiler reports it, the longest kernel first; on the CPU
+    the result is empty.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -158,11 +159,11 @@ def step_loop(llm: Any) -> Any:
 def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (LLM, model runner) of a checkpoint; its memory is free when the block ends.
 
-    The runners of several GPUs are in processes of their own; then the runner is None.
+    With several GPUs the runners are in other processes; then the runner is None.
 
     Args:
-        dummy_weights: whether the checkpoint has no weights. They are then drawn from N(0, 0.02):
-            with other numbers a card needs another power and runs at another speed.
+        dummy_weights: whether the checkpoint has no weights. They are then drawn from N(0, 0.02),
+            because with other numbers a card needs another power and runs at another speed.
         settings: arguments of `vllm.LLM`.
 
     Raises:
@@ -170,7 +171,8 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
     """
     from vllm import LLM
 
-    free_memory()  # of an engine before, whose caller may have kept its runner until now
+    # An earlier engine may still hold memory, if its caller kept its runner until now.
+    free_memory()
     if dummy_weights:
         settings["load_format"] = "dummy"
     try:
@@ -193,7 +195,7 @@ def engine(model: Path, *, dummy_weights: bool, **settings: Any) -> Iterator[tup
 
 @contextmanager
 def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """Run `engine` with the model that the options of `harness.Parser.shape` name."""
+    """Run `engine` with the model that the options of `harness.Parser.shape` select."""
     dummy_weights = getattr(options, "model", None) is None
     settings["dtype"] = options.dtype
     with (
@@ -204,7 +206,7 @@ def engine_of(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[An
 
 
 def free_memory() -> None:
-    """Give unused memory back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -216,7 +218,7 @@ def run_requests(
     """Send all prompts together and return their outputs when the last one is complete.
 
     Args:
-        parameters: parameters of a request; the whole canvas is returned, stop tokens or not.
+        parameters: parameters of a request; the whole canvas is returned, even behind stop tokens.
 
     Raises:
         BenchmarkError: a request failed.
@@ -238,12 +240,12 @@ def timed_steps(
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Return `count` prompts of `random_prompt`, each with a seed of its own."""
+    """Return `count` prompts of `random_prompt`, each with another seed."""
     return [random_prompt(num_tokens, vocab_size, seed + i) for i in range(count)]
 
 
 def random_prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Draw ids of ordinary tokens: the special ones of released models come first or last."""
+    """Draw ids of ordinary tokens; in released models special tokens have the first or last ids."""
     generator = torch.Generator().manual_seed(seed)
     bounds = vocab_size // 8, vocab_size // 2
     ids: list[int] = torch.randint(*bounds, (num_tokens,), generator=generator).tolist()

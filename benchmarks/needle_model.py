@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small LLaDA that finds needles in a long context, for quantisation_quality.py.
+"""Train a small LLaDA that finds needles in a long context, for quantisation_quality.py.
 
     benchmarks/needle_model.py FOLDER [--lengths 512 2048 8192] [--steps 3000] [--device cuda]
     benchmarks/quantisation_quality.py --models FOLDER --facts FOLDER/facts-2048.jsonl \
         --attention model fp8 --quantization fp8 --gen-length 3 --block-length 3
 
-A context is words without meaning, and among them one of each of many kinds: the needles. The
-question names three kinds, the answer is the words of these kinds that stand in the context. In
-training several questions follow a context, with their answers masked. Rows become longer, to the
-longest of --lengths. Takes a minute or two on a large GPU. The checkpoint is in the format of
-LLaDA, with heads 128 wide; facts-N.jsonl hold questions of N tokens.
+A context consists of words without meaning, and contains one word of each of many kinds: the
+needles. The question names three kinds, and the answer is the words of these kinds in the context.
+In training several questions follow a context, with their answers masked. Rows become longer, up to
+the longest of --lengths. The training takes a minute or two on a large GPU. The checkpoint is in
+the format of LLaDA, with heads 128 wide; facts-N.jsonl hold questions of N tokens.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-ASKED = 3  # kinds in a question
-SHORTEST, ROOM = 32, 32  # tokens of the first rows, and of a row for each question behind it
+ASKED = 3  # kinds per question
+# Tokens of the first rows, and tokens of a row per question that follows it
+SHORTEST, ROOM = 32, 32
 TEMPLATE = "{{ messages[0]['content'] }}"
-LEARNT = 0.1  # loss with which rows become longer before their share of the steps is over
+LEARNT = 0.1  # loss at which rows become longer before their share of the steps has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
@@ -89,17 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a model that finds needles.")
-    parser.add_argument("folder", type=Path, help="of the checkpoint")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoint")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--tokens-per-batch", type=int, default=65_536)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--heads", type=int, default=2, help="128 wide")
+    parser.add_argument("--heads", type=int, default=2, help="number of heads, each 128 wide")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--kinds", type=int, default=64)
-    parser.add_argument("--needles", type=int, default=16, help="of each kind")
-    parser.add_argument("--others", type=int, default=256, help="words without meaning")
-    parser.add_argument("--questions", type=int, default=100, help="of each length")
+    parser.add_argument("--needles", type=int, default=16, help="needles of each kind")
+    parser.add_argument("--others", type=int, default=256, help="number of words without meaning")
+    parser.add_argument("--questions", type=int, default=100, help="questions of each length")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -111,7 +112,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def vocabulary(num_kinds: int, num_needles: int, num_others: int) -> list[str]:
-    """Make names of kinds, which begin with an x, then needles and others, all of syllables."""
+    """Make names of kinds, then needles and other words, all of syllables.
+
+    Names of kinds begin with an x.
+    """
     syllables = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
     made = ("".join(pair) for pair in product(syllables, repeat=2))
     kinds = [f"x{word}" for word in islice(made, num_kinds)]
@@ -139,7 +143,7 @@ class Drawn(NamedTuple):
     others: Tensor
 
     def rows(self, num_rows: int, length: int, num_questions: int) -> tuple[Tensor, Tensor]:
-        """Draw rows [B, T] int64, and which of their tokens answer a question [B, T] bool."""
+        """Draw rows [B, T] int64, and a mask [B, T] bool of the tokens that answer a question."""
         width = length - 2 * ASKED * num_questions
         num_found = max(min(len(self.kinds), width // 2), ASKED * num_questions)
         chosen = torch.rand(num_rows, len(self.kinds)).argsort(1)[:, :num_found]
@@ -162,7 +166,7 @@ def fact(tokenizer: Tokenizer, row: Tensor, is_answer: Tensor) -> dict[str, str]
 
 
 def train(network: Network, drawn: Drawn, mask: int, options: argparse.Namespace) -> None:
-    """Train in place, on rows of more and more tokens."""
+    """Train in place, on rows of increasing length."""
     module: Any = network
     device, longest, total = torch.device(options.device), max(options.lengths), options.steps
     doubled = (SHORTEST << i for i in count())
@@ -189,7 +193,8 @@ def train(network: Network, drawn: Drawn, mask: int, options: argparse.Namespace
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         rate.step()
-        if step % 10 == 0:  # what the device has computed is waited for now and then only
+        # Reading the loss waits for the device, so read it only from time to time.
+        if step % 10 == 0:
             smoothed = 0.5 * smoothed + 0.5 * loss.item()
         if step % max(total // 20, 1) == 0 or step == total - 1:
             passed = time.monotonic() - started

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what steps of LLaDA-8B take on cards on which nothing was measured.
+"""Compute the time of LLaDA-8B's steps on cards on which nothing was measured.
 
     VLLM_DLLM_KERNELS=8.9 benchmarks/step_latency.py --families llada --lengths 32 256 \
         --requests 1 --no-reference --quantization int4 fp8
     benchmarks/other_cards.py results/step_latency/step_latency.json
 
-Of that run it takes two shares for every kind of weight (of one that it lacks, those of bf16): at
-32 rows, of the card's published bandwidth, and at 256 rows, of the rate that the card's tensor
-cores have with the instructions of the portable kernels. A step of another card is the longer of
-its bytes at that share of its bandwidth and its operations at that share of its published rate. So
-nothing here was measured on the cards that it names.
+From that run the program takes two shares for every kind of weights (for a kind that the run lacks,
+those of bf16). At 32 rows it is the share of the card's published bandwidth. At 256 rows it is the
+share of the rate that the card's tensor cores have with the instructions of the portable kernels.
+The time of a step on another card is the longer of two times: that of its bytes at the share of
+that card's bandwidth, and that of its operations at the share of its published rate. So nothing was
+measured on the cards in the table.
 
-Tokens per second are of requests with --prompt and --answer tokens that commit
---tokens-a-forward: with no cache every forward has all rows; with `cache: dual` one of each block
-of 32 has, the others have the block.
+Tokens per second are for requests with --prompt and --answer tokens that commit --tokens-a-forward
+tokens per forward. Without a cache every forward has all rows. With `cache: dual` one forward per
+block of 32 has all rows, and the others have the block.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ if TYPE_CHECKING:
 
 FEW, MANY = 32, 256
 BLOCK = 32
-SPARE_GIB = 1.5  # of a card beside the weights
+SPARE_GIB = 1.5  # GiB of a card that stay free in addition to the weights
 
 
 class Card(NamedTuple):
-    """Published figures: GiB, GB/s, and dense 16-bit TFLOP/s with fp32 sums; first capability."""
+    """Published figures: GiB, GB/s, dense 16-bit TFLOP/s with fp32 sums, and fp8 TFLOP/s."""
 
     memory: float
     bandwidth: float
     tflops: float
-    fp8_tflops: float  # 0 where `mma.sync` has none
+    fp8_tflops: float  # 0 if `mma.sync` has no fp8
 
 
-# The rate of `mma.sync` on Hopper is about 0.62 of that of its own instructions (arXiv:2402.13499).
+# The rate of `mma.sync` on Hopper is about 0.62 of that of Hopper's own instructions
+# (arXiv:2402.13499).
 MEASURED = {"H100": Card(80, 3350, 0.62 * 989, 0), "H200": Card(141, 4800, 0.62 * 989, 0)}
 OTHERS = {
     "RTX 3060 12 GB": Card(12, 360, 25.5, 0),
@@ -58,12 +60,12 @@ OTHERS = {
     "L40S": Card(48, 864, 362, 733),
     "B200": Card(180, 8000, 0.62 * 2250, 0),
 }
-STORED = {"llada": 2.0, "llada int4": 0.54, "llada fp8": 1.0}  # bytes of a layer's number
+STORED = {"llada": 2.0, "llada int4": 0.54, "llada fp8": 1.0}  # bytes per number of a layer
 NAMES = {"llada": "bf16", "llada int4": "int4", "llada fp8": "fp8"}
 
 
 class Kind(NamedTuple):
-    """Kind of weights: what its steps read and compute, and which shares they reach."""
+    """Kind of weights: the bytes that its steps read, and the shares that they reach."""
 
     name: str
     num_bytes: float
@@ -71,14 +73,14 @@ class Kind(NamedTuple):
     of_rate: float
 
     def seconds(self, card: Card, rows: int) -> float:
-        """Seconds of a step of so many rows."""
+        """Return the seconds of a step of `rows` rows."""
         reading = self.num_bytes / (card.bandwidth * 1e9 * self.of_bandwidth)
         rate = card.fp8_tflops if self.name == "fp8" and card.fp8_tflops else card.tflops
         computing = work_of(rows).matmul_flops / (rate * 1e12 * self.of_rate)
         return max(reading, computing)
 
     def fits(self, card: Card) -> bool:
-        """Whether the weights, embedding included, leave room."""
+        """Whether a card holds the weights, including the embedding."""
         embedding = 2 * SHAPE.head_parameters
         return (self.num_bytes + embedding) / 2**30 + SPARE_GIB <= card.memory
 
@@ -87,7 +89,7 @@ SHAPE = Shape.of(harness.configuration("llada"))
 
 
 def work_of(rows: int) -> Work:
-    """Work of a forward of `rows` rows, in 16 bits."""
+    """Return the work of a forward of `rows` rows, in 16 bits."""
     return forward_work(SHAPE, rows, head_rows=BLOCK)
 
 
@@ -95,7 +97,7 @@ def kinds_of(content: dict[str, Any]) -> list[Kind]:
     """Return the kinds of weights that a run of step_latency.py measured, with their shares.
 
     Raises:
-        BenchmarkError: it lacks a number of rows, or ran on a card without published figures here.
+        BenchmarkError: The run lacks a number of rows, or the card has no published figures here.
     """
     gpu = str(content["run"].get("gpu"))
     card = next((card for name, card in MEASURED.items() if name in gpu), None)
@@ -117,7 +119,7 @@ def kinds_of(content: dict[str, Any]) -> list[Kind]:
     return kinds
 
 
-def supposed(kinds: Sequence[Kind]) -> list[Kind]:
+def kinds_without_a_run(kinds: Sequence[Kind]) -> list[Kind]:
     """Return the kinds that a run did not measure, with the shares of plain weights."""
     plain = next((kind for kind in kinds if kind.name == NAMES["llada"]), None)
     if plain is None:
@@ -131,13 +133,13 @@ def supposed(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def bytes_of(family: str) -> float:
-    """Bytes of the weights that a step of a family reads."""
+    """Return the bytes of the weights that a step of a family reads."""
     layers = work_of(FEW).weight_bytes / 2 - SHAPE.head_parameters
     return layers * STORED[family] + 2 * SHAPE.head_parameters
 
 
 class Request(NamedTuple):
-    """What every client asks for: tokens of prompt and answer, and those that a forward commits."""
+    """The request of every client: tokens of prompt and answer, and those committed per forward."""
 
     prompt: int = 128
     answer: int = 128
@@ -147,15 +149,15 @@ class Request(NamedTuple):
 def tokens_a_second(
     kind: Kind, card: Card, clients: int, request: Request, *, is_dual: bool
 ) -> float:
-    """Tokens per second of all clients together, which share every step."""
+    """Return the tokens per second of all clients together, which share every step."""
     whole = kind.seconds(card, (request.prompt + request.answer) * clients)
-    forwards = BLOCK / request.tokens  # of a block
+    forwards = BLOCK / request.tokens  # forwards per block
     window = kind.seconds(card, BLOCK * clients) if is_dual else whole
     return clients * BLOCK / (whole + (forwards - 1) * window)
 
 
 def table(kinds: Sequence[Kind], request: Request) -> Iterator[str]:
-    """Yield a row of every card and kind of weights for which it has room and instructions."""
+    """Yield a row for every card and kind of weights that it has memory and instructions for."""
     header = ["card", "weights", f"{FEW} rows, ms", f"{MANY} rows, ms"]
     header += [f"{name}, {count}" for name in ("no cache", "dual") for count in ("1 client", "8")]
     rows = []
@@ -177,13 +179,13 @@ def table(kinds: Sequence[Kind], request: Request) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = harness.Parser("", __doc__)
-    parser.add_argument("file", type=Path, help="step_latency.json, of a run as above")
+    parser.add_argument("file", type=Path, help="step_latency.json of a run as above")
     parser.option("--prompt", Request().prompt, "tokens of a request's prompt")
-    parser.option("--answer", Request().answer, "tokens of its answer")
-    parser.option("--tokens-a-forward", 1, "that it commits")
+    parser.option("--answer", Request().answer, "tokens of a request's answer")
+    parser.option("--tokens-a-forward", 1, "tokens committed per forward")
     options = parser.parse_args(arguments)
     kinds = kinds_of(json.loads(options.file.read_text(encoding="utf-8")))
-    unmeasured = supposed(kinds)
+    unmeasured = kinds_without_a_run(kinds)
     request = Request(options.prompt, options.answer, options.tokens_a_forward)
     for kind in [*kinds, *unmeasured]:
         shares = f"{kind.of_bandwidth:.2f} of the bandwidth, {kind.of_rate:.2f} of the rate"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Several GPUs against one, in one run: time of a step, and tokens a second.
+"""Several GPUs compared with one, in one run: time of a step, and tokens per second.
 
     benchmarks/parallel.py [--ways one tp2 dp2 sp2] [--output-dir results/parallel]
     benchmarks/parallel.py --ways one tp2 --long --clients --family llada-moe --quantization fp8
@@ -10,17 +10,18 @@
 
 Without --model the engines have random weights of the shape of LLaDA-8B, or of --family and --size.
 Ways: `one` GPU, `tpN` tensor-parallel and `spN` sequence-parallel ranks, `dpN` replicas behind
-upstream's load balancer. All engines start together, each in a process of its own, and are measured
-one after the other, while the others have nothing to do; three minutes on two H200s. Measured:
+upstream's load balancer. All engines start together, each in a separate process, and are measured
+one after the other while the others are idle. This takes three minutes on two H200s. Measured:
 
-    step       milliseconds from step to step of a lone request of so many rows, no cache (`one`,
-               `tpN`); of block-causal families of a block of 32 behind so many
-    clients    tokens a second of so many clients of that cache (CACHE:NUMBER), each with one
-               request, for each replica: prompt 128, canvas 128 in blocks of 32, two tokens a
-               forward
-    long       seconds of the only step of a lone request of so many rows, its prompt all but a
-               block of 128 (`one`, `spN`), for each --attention-dtype, and GiB of activations of a
-               rank. It is cut as --longest-pause-ms says; 0: not at all
+    step       milliseconds from step to step of a lone request with this number of rows, without a
+               cache (`one`, `tpN`); for block-causal families of a block of 32 after this number
+    clients    tokens per second of the given number of clients per replica with the given cache
+               (CACHE:NUMBER), each with one request: prompt 128, canvas 128 in blocks of 32, two
+               tokens per forward
+    long       seconds of the only step of a lone request with this number of rows; its prompt is
+               everything except a block of 128 (`one`, `spN`), for each --attention-dtype; and GiB
+               of activations per rank. --longest-pause-ms decides how the step is divided; 0: not
+               at all
 
 Written: parallel.json and parallel.png.
 """
@@ -45,7 +46,7 @@ from benchmarks import harness
 from benchmarks.harness import BenchmarkError, Table
 
 harness.prepare(
-    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # weights are drawn in the workers
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # the workers draw the weights
     VLLM_ACTIVATION_POOL_SIZE_BYTES=str(16 << 30),  # engines share the cards
 )
 
@@ -61,14 +62,14 @@ PROMPT, CANVAS = 128, 128
 LONG_CANVAS, WARM_ROWS = 128, 8192
 LONG = (65_536, 204_800)
 FEW_STEPS, ROUNDS = 4, 3
-BALANCED_S = 0.5  # a balancer knows requests of replicas a tenth of a second late
+BALANCED_S = 0.5  # a balancer receives the load of replicas a tenth of a second late
 CLIENTS = ["none:32", "dual:64"]
 CACHES = ("none", "dual")
 COLUMNS = {"way": "<4", "measure": "<42", "value": ">9.2f", "unit": "<9", "over one": ">8.2f"}
 
 
 class Clients(NamedTuple):
-    """Number of clients of a replica, and the cache that they ask for."""
+    """Number of clients per replica, and the cache of their requests."""
 
     cache: str
     number: int
@@ -76,7 +77,7 @@ class Clients(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Measure of one way; `ratio` is to one GPU of this run."""
+    """Measure of one way; `ratio` is relative to one GPU in this run."""
 
     way: str
     measure: str
@@ -86,7 +87,7 @@ class Row:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """Return the arguments of the engine of a job."""
+    """Return the engine arguments of a job."""
     way = job.way
     dllm: dict[str, Any] = {"attention_dtype": "fp8"} if "fp8" in job.attention else {}
     if job.longest_pause_ms is not None:
@@ -99,17 +100,17 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 class Client:
-    """Client that sends an engine request after request."""
+    """Client that sends requests to an engine one after the other."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._number = engine, 0
-        # Of the request that was answered last.
+        # Values of the latest answered request.
         self.denoise_s: float = 0.0
         self.peak_bytes: int = 0
-        self._ids = engine.model_config.get_vocab_size() // 2  # ordinary ones
+        self._ids = engine.model_config.get_vocab_size() // 2  # number of ordinary ids
 
     async def ask(self, prompt_length: int, extra: dict[str, Any]) -> int:
-        """Return the number of tokens of an answer: the whole canvas, stop tokens or not."""
+        """Send a request; return the number of tokens of its answer, which is the whole canvas."""
         self._number += 1
         number = self._number
         prompt = [(7 * number + 13 * i) % self._ids for i in range(prompt_length)]
@@ -123,7 +124,7 @@ class Client:
         return len(last.outputs[0].token_ids)
 
     async def step_ms(self, length: int) -> float:
-        """Measure the milliseconds of each further step of a lone request of `length` rows."""
+        """Measure the milliseconds per additional step of a lone request of `length` rows."""
         config = self._engine.model_config.hf_config
         canvas = BLOCK if config.family.is_block_causal else min(BLOCK, length // 2)
 
@@ -139,7 +140,7 @@ class Client:
         return 1000 * (many - few) / (canvas - FEW_STEPS)
 
     async def long_step_s(self, length: int, attention: str) -> float:
-        """Measure one step of `length` rows, whose attention has these numbers."""
+        """Measure one step of `length` rows with the given dtype of attention."""
         canvas = min(LONG_CANVAS, length // 2)
         blocks = {"algorithm": "semi_ar", "gen_length": canvas, "block_length": canvas}
         await self.ask(length - canvas, {**blocks, "steps": 1, "attention_dtype": attention})
@@ -164,17 +165,17 @@ class Client:
 
 @dataclass(frozen=True)
 class Job:
-    """Engine, and the measures to take of it.
+    """Engine, and the measurements to take.
 
     Attributes:
         way: one of `WAYS`.
         model: checkpoint.
-        settings: settings of the engine; weights are drawn if it loads dummies.
+        settings: settings of the engine; with load_format "dummy" weights are drawn.
         lengths: rows of the steps to measure.
-        clients: those whose tokens per second to measure.
+        clients: clients whose tokens per second are measured.
         long: lengths of long steps; if not empty, nothing else is measured.
-        attention: numbers of their attention, one step each.
-        longest_pause_ms: the engine's; None for its default.
+        attention: dtypes of their attention, with one step each.
+        longest_pause_ms: setting of the engine; None for its default.
     """
 
     way: str
@@ -191,7 +192,7 @@ class Job:
         return f"{self.way}, long" if self.long else self.way
 
     async def run(self, parent: Connection) -> None:
-        """Start, say so, wait for the word to begin, and send row after row, then None."""
+        """Start the engine, wait for the start signal, and send all rows, then None."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from vllm import AsyncEngineArgs
@@ -213,7 +214,8 @@ class Job:
             parent.send(None)
         finally:
             engine.shutdown()
-            del engine  # it shuts down again when it is collected, and could not while Python ends
+            # Otherwise it shuts down again when it is collected, and that fails while Python ends.
+            del engine
             gc.collect()
 
     async def _measures(self, engine: Any) -> AsyncIterator[tuple[str, float, str]]:
@@ -238,11 +240,11 @@ class Job:
 
 
 def run_job(job: Job, parent: Connection) -> None:
-    """Run an engine in its process; it ends with the one that started it."""
+    """Run an engine in its process; it ends together with the process that started it."""
     try:
         asyncio.run(job.run(parent))
     except EOFError:
-        print(f"{job.name}: nobody waits", flush=True)
+        print(f"{job.name}: the benchmark ended first", flush=True)
 
 
 class Running:
@@ -259,7 +261,7 @@ class Running:
     def measure(self, table: Table) -> None:
         """Add the job's rows, up to the point where its process died.
 
-        Rows whose measure was taken of one GPU too are added with their ratio to it.
+        Rows that were also measured on one GPU are added with their ratio to it.
         """
         try:
             self._connection.send("begin")
@@ -277,14 +279,14 @@ class Running:
             print(f"{self.name}: did not start", flush=True)
 
     def end(self) -> None:
-        """Let the process give back its memory."""
+        """End the process, so that its memory is freed."""
         self._connection.close()
         self._process.join(30)
         self._process.terminate()
 
 
 def jobs_of(options: argparse.Namespace, model: Path) -> list[Job]:
-    """Make the engines of the ways: those for long steps by themselves, without graphs."""
+    """Make the engines of the ways; engines for long steps are separate and have no graphs."""
     settings: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 128}
     if options.quantization:
         settings["quantization"] = options.quantization
@@ -323,7 +325,7 @@ def run_all(jobs: list[Job]) -> list[Row]:
 
 
 def paint(rows: Sequence[Row], names: Sequence[str], axis: Any) -> None:
-    """Draw ratios to one GPU, one group of bars a measure."""
+    """Draw ratios to one GPU, with one group of bars per measure."""
     ways = [way for way in dict.fromkeys(row.way for row in rows) if way != "one"]
     for number, way in enumerate(ways):
         speeds = {
@@ -357,13 +359,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--ways", WAYS, "one, tpN, spN, dpN")
     parser.option("--lengths", LENGTHS, "rows of a step; empty: none", nargs="*")
     parser.option("--long", LONG, "rows of a long step; empty: none", nargs="*")
-    about = "CACHE:NUMBER, of each replica; empty: none"
+    about = "CACHE:NUMBER per replica; empty: none"
     parser.option("--clients", CLIENTS, about, nargs="*")
-    parser.option("--attention-dtype", ["model"], "of long steps", choices=("model", "fp8"))
-    parser.option("--longest-pause-ms", None, "of long steps (default: the engine's)", type=float)
+    parser.option(
+        "--attention-dtype", ["model"], "attention of long steps", choices=("model", "fp8")
+    )
+    parser.option("--longest-pause-ms", None, "for long steps (default: the engine's)", type=float)
     options = parser.parse_args(arguments)
     options.clients = [clients_of(text) for text in options.clients]
-    options.ways = sorted(options.ways, key=lambda way: way != "one")  # the others' measure
+    # `one` first, because the others are compared with it
+    options.ways = sorted(options.ways, key=lambda way: way != "one")
     return options
 
 

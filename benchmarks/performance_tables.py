@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Prints results of benchmarks as tables of the pages in docs/measurements.
+"""Print results of benchmarks as tables for the pages in docs/measurements.
 
     benchmarks/performance_tables.py results/step_latency/step_latency.json ...
 
-Reads the JSON files of step_latency.py, compare_hf.py, speculation.py, llada/run_benchmark.py and
-its twins, and of the benchmarks that give their columns: fragmentation.py and those of kernels.
+It reads the JSON files of step_latency.py, compare_hf.py, speculation.py, llada/run_benchmark.py
+and its twins, and of benchmarks that store their columns: fragmentation.py and those of kernels.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 GIB = 2**30
-UNITS = {"GiB": 1, "MiB": 1024}  # of a plan's peak
+UNITS = {"GiB": 1, "MiB": 1024}  # units of a plan's peak, per GiB
 PLANNED = re.compile(r"predicted peak (?P<peak>[\d.]+) (?P<unit>\w+), time (?P<seconds>[\d.e+]+) s")
-DEFAULT_MEMORY_SHARE = 0.92  # of a GPU's memory
+DEFAULT_MEMORY_SHARE = 0.92  # share of a GPU's memory
 NAMES_OF_FAMILIES = {
     "llada": "LLaDA-8B",
     "dream": "Dream-7B",
@@ -40,7 +40,7 @@ NAMES_OF_FAMILIES = {
 
 
 class TableError(BenchmarkError):
-    """A file is no measurement; the message is one line for the user."""
+    """A file is not a measurement; the message is one line for the user."""
 
 
 @harness.command
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def section(path: Path) -> list[str]:
-    """Return the lines of a heading, tables, and where they were measured.
+    """Return the lines of a heading, its tables, and the conditions of the measurement.
 
     Raises:
         TableError: the file cannot be read as a measurement.
@@ -63,7 +63,7 @@ def section(path: Path) -> list[str]:
         tables = kernel if "columns" in content else TABLES[content["kind"]]
         return [*tables(content), "", measured_on(content["run"]), ""]
     except (ValueError, KeyError, TypeError) as error:
-        raise TableError(f"{path}: it is no measurement: {error!r}") from error
+        raise TableError(f"{path}: not a measurement: {error!r}") from error
 
 
 def measured_on(run: dict[str, Any]) -> str:
@@ -81,11 +81,11 @@ def measured_on(run: dict[str, Any]) -> str:
     )
 
 
-# --- one function a kind: lines of a heading and its tables --------------------------------------
+# --- one function per kind: lines of a heading and its tables ----------------------------------
 
 
 def step_latency(content: dict[str, Any]) -> Iterator[str]:
-    """Yield a table a family."""
+    """Yield a table per family."""
     settings, ceilings = content["settings"], content["ceilings"]
     for family in dict.fromkeys(row["family"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["family"] == family]
@@ -140,7 +140,7 @@ def throughput(content: dict[str, Any]) -> Iterator[str]:
 
 
 def context_length(content: dict[str, Any]) -> Iterator[str]:
-    """Yield one table of all lengths that ran, and how the shortest of the others failed."""
+    """Yield one table of all lengths that ran, and the failure of the shortest other length."""
     settings, points = content["settings"], content["points"]
     plural = "" if settings["steps"] == 1 else "s"
     yield (
@@ -185,7 +185,7 @@ def limits_of(content: dict[str, Any]) -> str:
 
 
 def kernel(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the table as the kernel's benchmark gives it: title, columns, rows, perhaps a note."""
+    """Yield the table of a kernel's benchmark: title, columns, rows, perhaps a note."""
     yield f"### {content['title']}"
     yield ""
     if content.get("note"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families and their published loops in plain PyTorch: the reference for the engine.
 
-The networks are those that the tiny models are trained with (scripts/tiny_model), written from the
+The networks are those with which the tiny models are trained (scripts/tiny_model), written from the
 models' descriptions: one module call after the other, PyTorch's own attention, logits of all rows,
 one request at a time, no cache. Letters: B rows of the batch, T positions, V rows of the head.
 """
@@ -126,7 +126,8 @@ def generate(
         steps: forwards of the whole canvas, a multiple of the number of blocks.
 
     Raises:
-        ValueError: blocks do not tile the canvas, or steps the blocks.
+        ValueError: The canvas is not a multiple of the blocks, or the steps are not one of their
+            number.
     """
     if canvas % block_length or steps % (canvas // block_length):
         raise ValueError(
@@ -146,7 +147,7 @@ def generate(
 
 @contextmanager
 def counted_experts(model: PlainModel) -> Iterator[list[int]]:
-    """Collect the number of experts that some row passes, for each layer of each forward.
+    """Collect the number of experts that any row uses, for each layer of each forward.
 
     Raises:
         ValueError: the model has no experts.
@@ -177,7 +178,7 @@ def counted_experts(model: PlainModel) -> Iterator[list[int]]:
 class PlainBlocks:
     """Network with its published loop.
 
-    No keys and values are kept, so every forward of a block computes all rows before it.
+    No keys and values are kept, so every forward of a block computes all rows before the block.
     """
 
     network: torch.nn.Module
@@ -194,7 +195,7 @@ class PlainBlocks:
         steps: int,
         after_step: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """Generate the tokens of a canvas behind `prompt`; its last block is computed whole."""
+        """Generate the tokens of a canvas behind `prompt`; the last block is computed whole."""
         network = cast("Network", self.network)
         network.block_length = block_length
         rows = self.decode(
@@ -212,7 +213,7 @@ def load_blocks(folder: Path, device: str, dtype: torch.dtype, *, has_weights: b
     """Load the model of a checkpoint folder; with random weights if it has none.
 
     Raises:
-        BenchmarkError: there is no plain network of its family.
+        BenchmarkError: there is no plain network for its family.
     """
     name = Shape.of_folder(folder).family
     if name not in FAMILY_NAMES:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time of the engine to the first block behind a long shared prefix, against a short prompt.
+"""Time of the engine to the first block after a long shared prefix, compared with a short prompt.
 
     benchmarks/prefix_cache.py [--family llada2] [--size mini] [--prefix 8192] [--prompt 32]
         [--steps-per-block 4] [--rounds 20] [--output-dir results/prefix_cache]
 
-Released shape, random weights, prompts as token ids. A request asks for one block; measured is the
-time from the start of its first step to the end of its last one, the median of the rounds, the two
-kinds in turns. One request puts the prefix into the cache; every other has a prompt of its own
-behind it.
+The model has a released shape and random weights, and prompts are token ids. A request generates
+one block. Measured is the time from the start of its first step to the end of its last one, as the
+median of the rounds, with the two kinds in turns. One request puts the prefix into the cache. Every
+other request with the prefix has its own prompt after it.
 
 Written: prefix_cache.json.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-PREFIX_SEED = 1_000_000  # of no prompt's
+PREFIX_SEED = 1_000_000  # a seed that no prompt has
 WARM_UP = 3  # rounds that are not measured
 
 
@@ -56,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("prefix_cache", __doc__)
     parser.shape("llada2", BLOCK_FAMILIES)
     parser.option("--prefix", 8192, "tokens that requests share", type=positive)
-    parser.option("--prompt", 32, "tokens of each request's own", type=positive)
+    parser.option("--prompt", 32, "tokens after the prefix, or alone", type=positive)
     parser.option("--block-length", None, "default: as released", type=positive)
     parser.option("--steps-per-block", 4, type=positive)
     parser.option("--rounds", 20, type=positive)
@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]:
-    """Measure milliseconds of the request that fills the cache, and of both kinds of the others."""
+    """Measure milliseconds of the request that fills the cache, and of both kinds of requests."""
     shape = Shape.of(harness.configuration_of(options))
     block_length = options.block_length or shape.block_length
     parameters = windows.parameters_of(shape, block_length, 1, options.steps_per_block)
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]
 def to_first_block_ms(
     llm: Any, runner: Any, prompt: Sequence[int], parameters: dict[str, Any]
 ) -> float:
-    """Measure milliseconds from the start of a lone request's first step to the end of its last."""
+    """Measure the milliseconds from a lone request's first step to the end of its last."""
     _, seconds = windows.timed_requests(llm, runner, [prompt], parameters)
     return 1000 * seconds
 

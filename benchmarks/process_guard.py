@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command none of whose processes outlives the one that started this.
+"""Run a command so that none of its processes outlives the process that started this one.
 
     process_guard.py GRACE_S COMMAND [ARGUMENT...]
 
-The command gets a process group of its own. It is ended when standard input ends: because the
-starter closed it, or because the starter is gone, however it went. Then it gets SIGTERM, and what
-is left of its group after GRACE_S seconds SIGKILL; at once where this gets SIGTERM. The same
-happens to the rest of the group when the command ends by itself. Exit status: the command's, 128
-and the number of the signal where one ended it.
+The command gets its own process group. It is ended when standard input ends: because the starter
+closed it, or because the starter has ended, for whatever reason. Then the command receives SIGTERM,
+and after GRACE_S seconds the remaining processes of its group receive SIGKILL. If this process
+receives SIGTERM, they receive SIGKILL at once. The same happens to the other processes of the group
+when the command ends by itself. Exit status: the command's, or 128 plus the number of the signal
+that ended it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import time
 import psutil
 
 POLL_S = 0.1
-STRAGGLERS_S = 10.0  # for processes of the group that outlive the command itself, at most
-KILL_S = 10.0  # for processes that got SIGKILL
+STRAGGLERS_S = 10.0  # seconds for processes of the group that outlive the command, at most
+KILL_S = 10.0  # seconds for processes that received SIGKILL
 
 
 class EndNow(BaseException):
-    """SIGTERM was received: no time is left for an orderly end."""
+    """SIGTERM was received: there is no time for an orderly end."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     grace_s, command = float(arguments[0]), arguments[1:]
     signal.signal(signal.SIGTERM, _end_now)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,7 +67,7 @@ def wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Send SIGTERM to the command, which ends its own workers; then to those that stay."""
+    """Send SIGTERM to the command, which ends its own workers, then to the remaining processes."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
@@ -75,7 +76,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def kill_group(group: int) -> None:
-    """End whatever is left of a process group."""
+    """Kill the remaining processes of a group."""
     signal_group(group, signal.SIGKILL)
     wait_for_group(group, KILL_S)
 
@@ -94,7 +95,7 @@ def wait_for_group(group: int, timeout_s: float) -> None:
 
 
 def living_members(group: int) -> list[int]:
-    """Return the processes of a group, without dead ones that nobody has waited for yet."""
+    """Return the processes of a group, except dead processes that were not waited for yet."""
     members = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

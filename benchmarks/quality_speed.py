@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Quality against speed of the decoding algorithms, on the tiny trained models.
+"""Quality and speed of the decoding algorithms, on the tiny trained models.
 
     benchmarks/quality_speed.py [--models llada-tiny dream-tiny llada-moe-tiny]
         [--algorithms semi_ar threshold] [--guesses 7] [--temperature 0] [--limit N]
         [--output-dir results/quality_speed]
 
 Every algorithm of `vllm.diffusion.request.algorithms` answers the facts that a model was trained
-on, with its defaults, with other values of its parameters (one changed at a time), and with each
+on: with its defaults, with other values of its parameters (one changed at a time), and with each
 cache. A combination that the engine refuses is listed as refused. All questions of a combination
-are decoded together by an engine inside this process, at seed 0. Models that are missing under
-models/ are trained first. With --guesses, so many states may be guessed for a forward
-(`num_speculative_states`), and eight questions are decoded at a time: answers stay, forwards become
-fewer, and `steps per forward` says how many steps of the algorithm each served.
+are decoded together by an engine inside this process, with seed 0. Models that are missing under
+models/ are trained first.
 
-The models are sure of the taught questions and answer most of them in one forward, whatever the
-algorithm. So each is also asked with words before it that no model was taught; then the order of
-committing matters.
+With --guesses, up to this number of states may be drafted per forward (`num_speculative_states`),
+and eight questions are decoded at a time. Answers stay the same, there are fewer forwards, and
+`steps per forward` reports how many steps of the algorithm each forward served.
+
+The models have high confidence in the taught questions and answer most of them in one forward,
+whatever the algorithm. So each question is also asked after words that no model was taught; then
+the order of committing matters.
 
 Written: quality_speed.csv, .json, .md (tables) and .png (accuracy against tokens per forward).
 
     accuracy              share of answers that are exactly right
-    forwards per answer   denoise steps until the answer was final (mean)
+    forwards per answer   denoising steps until the answer was final (mean)
     tokens per forward    canvas tokens committed, over all forwards
-    steps per forward     steps of the algorithm, over all forwards; 1 without guesses
+    steps per forward     steps of the algorithm, over all forwards; 1 without drafts
     seconds               wall time of all answers
 """
 
@@ -43,7 +45,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# More threads than a tiny matrix can use only wait for each other.
+# More threads than a tiny matrix can use would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
@@ -59,10 +61,10 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
-GUESSING = 8  # questions decoded together, where states are guessed
+GUESSING = 8  # questions that are decoded together if states are drafted
 DEFAULT_MODELS = ("llada-tiny", "dream-tiny", "llada-moe-tiny")
 
-# How a question is asked: as it was taught, or in words that no model was taught.
+# Wordings of a question: as it was taught, or with words that no model was taught.
 WORDINGS = {"taught": "{question}", "reworded": "Please tell me. {question}"}
 
 # Values of parameters that set the pace. An algorithm that uses none of them is paced by its number
@@ -75,10 +77,11 @@ PACE: dict[str, tuple[float, ...]] = {
     "block_add_threshold": (0.1, 0.5),
 }
 STEPS_PER_TOKEN = (1.0, 0.5, 0.25, 0.125)
-OTHERS = ("attention_dtype",)  # of an algorithm's parameters: it is in quantisation_quality.py
+# Parameters that are left out: attention_dtype is in quantisation_quality.py
+OTHERS = ("attention_dtype",)
 COLUMNS = ("model", "questions", "algorithm", "parameters", "cache", "accuracy")
 COLUMNS += ("forwards per answer", "tokens per forward", "steps per forward", "seconds")
-MARKS = "osD^vP"  # of caches in the plot
+MARKS = "osD^vP"  # markers of caches in the plot
 
 
 T = TypeVar("T")
@@ -86,14 +89,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """Way to decode: parameters of a request beside the canvas."""
+    """Way to decode: parameters of a request in addition to the canvas."""
 
     algorithm: str
     cache: str = "none"
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def request(self, gen_length: int, block_length: int) -> dict[str, Any]:
-        """Return the parameters as a request carries them."""
+        """Return the parameters as a request has them."""
         request: dict[str, Any] = {
             "algorithm": self.algorithm,
             "gen_length": gen_length,
@@ -113,7 +116,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Asked:
-    """Case on a model."""
+    """A case on a model."""
 
     model: str
     wording: str
@@ -138,7 +141,7 @@ class Row(Asked):
 
 @dataclass(frozen=True)
 class Refused(Asked):
-    """Case that the engine does not run on a model."""
+    """Case that the engine refuses on a model."""
 
     reason: str
 
@@ -181,7 +184,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--gen-length", 32, "canvas length in tokens", type=positive)
     parser.option("--block-length", 8, "tokens of one block", type=positive)
     parser.option("--dtype", "float32", "precision of the model")
-    parser.option("--guesses", 0, "states that may be guessed for a forward")
+    parser.option("--guesses", 0, "states that may be drafted per forward")
     parser.option("--temperature", 0.0)
     parser.set_defaults(seed=0)
     return parser.parse_args(arguments)
@@ -193,10 +196,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def cases(
     algorithms: Sequence[str], caches: Sequence[str], gen_length: int, block_length: int
 ) -> list[Case]:
-    """Return all algorithms without a cache at several paces, and with each cache at the default.
+    """Return all algorithms at several paces without a cache, and at the default with each cache.
 
     Raises:
-        BenchmarkError: the canvas is not a whole number of blocks.
+        BenchmarkError: the canvas is not a multiple of the block length.
     """
     if gen_length % block_length:
         raise BenchmarkError(
@@ -235,7 +238,7 @@ def measure_all(
     """Measure every case on every model, with a progress bar.
 
     Raises:
-        BenchmarkError: a model is missing and cannot be made, or cannot be loaded.
+        BenchmarkError: a model cannot be loaded, or it is missing and cannot be trained.
     """
     folders = [checkpoint(name) for name in options.models]
     measured: list[Row | Refused] = []
@@ -264,7 +267,7 @@ def checkpoint(name: str) -> Path:
     """Return the directory of a model; a tiny model under models/ is trained if it is missing.
 
     Raises:
-        BenchmarkError: there is no such model and it cannot be made.
+        BenchmarkError: there is no such model and it cannot be trained.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -280,7 +283,7 @@ def checkpoint(name: str) -> Path:
 
 
 def read_facts(folder: Path, limit: int | None) -> list[tuple[str, str]]:
-    """Read (question, answer) pairs; `limit` of them, spread evenly over the list."""
+    """Read (question, answer) pairs; with `limit`, that many pairs, spread over the list."""
     lines = (folder / "facts.jsonl").read_text(encoding="utf-8").splitlines()
     facts = [(fact["question"], fact["answer"]) for fact in map(json.loads, lines)]
     if limit is None or limit >= len(facts):
@@ -300,7 +303,7 @@ def measure(
     request: dict[str, Any],
     identity: tuple[str, str, str, str, str],
 ) -> Row | Refused:
-    """Ask all questions with the parameters `request`; `identity` is model to parameters of Row."""
+    """Ask all questions with `request`; `identity` has the first five fields of a Row."""
     from vllm.exceptions import VLLMValidationError
 
     started = time.perf_counter()
@@ -334,7 +337,7 @@ def measure(
 
 
 def ask(llm: Any, facts: Sequence[tuple[str, str]], request: dict[str, Any]) -> list[Any]:
-    """Ask all questions by the chat template, few at a time with guesses; return outputs."""
+    """Ask all questions in the chat template, a few at a time with drafts; return outputs."""
     from vllm import SamplingParams
 
     conversations = [[{"role": "user", "content": question}] for question, _ in facts]
@@ -370,7 +373,7 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
             case = f"{row.model}, {row.wording}, {row.algorithm}, {row.parameters}"
             failures = f"{row.failed} of {row.questions} answers failed: {case}, cache {row.cache}"
             lines += ["", failures]
-    # Most refusals hold for all models: each is printed once.
+    # Most refusals apply to all models, so each is printed once.
     reasons = in_order(
         f"- `{case.algorithm}`, {case.parameters}, cache {case.cache}: {case.reason}"
         for case in refused
@@ -380,7 +383,7 @@ def markdown(rows: Sequence[Row], refused: Sequence[Refused]) -> str:
 
 
 def paint(rows: Sequence[Row], panels: Sequence[tuple[str, str]], *axes: Any) -> None:
-    """Draw accuracy against tokens per forward: a colour an algorithm, a mark a cache.
+    """Draw accuracy against tokens per forward, with a colour per algorithm and a marker per cache.
 
     Args:
         panels: wording and model of each panel.

@@ -1,28 +1,29 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What quantised weights change: answers, likeliest tokens, and the order of committing.
+"""Effects of quantised weights: answers, likeliest tokens, and the order of committing.
 
     benchmarks/quantisation_quality.py [--models llada-tiny dream-tiny] [--limit N]
         [--quantization fp8 int4 nf4] [--attention model fp8] [--gen-length 32] [--block-length 8]
     benchmarks/quantisation_quality.py --models /path/to/LLaDA-8B-Instruct --facts gsm8k.jsonl
 
 Questions of facts.jsonl (of the checkpoint, or --facts; lines with question and answer) are decoded
-block by block, at temperature 0, with logits of the served model and nothing else of the engine.
---attention fp8 measures each kind of weights with fp8 attention, whatever the length; models on
-grids of blocks have none. --prompt-tokens N puts turns of other questions before each, with their
-answers, up to N tokens.
+block by block, at temperature 0, with the logits of the served model and no other part of the
+engine. --attention fp8 measures each kind of weights with fp8 attention, whatever the length;
+block-causal models have no fp8 attention. --prompt-tokens N puts turns of other questions with
+their answers before each question, up to N tokens.
 
     right           answers that are exactly the fact's
-    top-1           share of masked positions whose likeliest token is that of the plain weights, on
-                    the canvases that those went through
-    KL              mean over the same positions, nats: of the plain distribution from the other
-    order           Spearman's rank correlation of the steps in which positions are committed, one a
-                    step, with those of the plain weights; mean over the answers
-    equal steps     share of positions that are committed in the same step as with those
-    tokens/forward  where all positions of at least --threshold are committed at once
+    top-1           share of masked positions with the same likeliest token as with the plain
+                    weights, on the canvases of the decoding with plain weights
+    KL              mean over the same positions, in nats, of KL(plain || other)
+    order           Spearman's rank correlation of the steps in which positions are committed, one
+                    per step, with those of the plain weights; mean over the answers
+    equal steps     share of positions that are committed in the same step as with plain weights
+    tokens/forward  if all positions of at least --threshold are committed at once
 
-A quantisation may keep the likeliest token of a position and still change which position is the
-surest. A decoding rule follows that order, so the order has a column of its own.
+A quantisation may keep the likeliest token of a position and still change which position has the
+highest confidence. This changes the order, which a decoding rule follows, so the order is measured
+separately.
 
 Written: quantisation_quality.json, .md and .svg.
 """
@@ -71,7 +72,7 @@ class Trace:
         tokens: tokens of the canvas.
         steps: step in which each of its positions was committed.
         num_forwards: number of all steps.
-        states: before each step: ids, masked positions of the block, and their log probabilities.
+        states: ids, masked positions of the block, and their log probabilities, before each step.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one kind of weights and of attention on one model, all questions."""
+    """Result for one kind of weights and of attention on one model, over all questions."""
 
     model: str
     quantization: str
@@ -126,14 +127,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("quantisation", __doc__)
     parser.option("--models", ["llada-tiny"], "names under models/, or checkpoint directories")
     parser.option("--quantization", ["fp8", "int4", "nf4"], "kinds of weights")
-    parser.option("--attention", ["model"], "numbers of attention", choices=("model", "fp8"))
+    parser.option("--attention", ["model"], "dtypes of attention", choices=("model", "fp8"))
     parser.option("--facts", None, "JSONL of questions and answers", type=Path)
-    parser.option("--wording", "taught", "of the questions", choices=("taught", "reworded"))
+    parser.option("--wording", "taught", "wording of the questions", choices=("taught", "reworded"))
     parser.option("--limit", None, "questions per model (default: all)", type=positive)
-    parser.option("--prompt-tokens", 0, "at most, with turns of other questions in front")
+    parser.option("--prompt-tokens", 0, "longest prompt, filled with turns of other questions")
     parser.option("--gen-length", 32, "canvas length in tokens", type=positive)
     parser.option("--block-length", 8, "tokens of one block", type=positive)
-    parser.option("--threshold", 0.9, "of tokens/forward")
+    parser.option("--threshold", 0.9, "threshold for tokens/forward")
     parser.option("--dtype", "bfloat16", "precision of the model")
     return parser.parse_args(arguments)
 
@@ -172,7 +173,7 @@ class Decoder:
         return logits.log_softmax(dim=-1)
 
     def decode(self, prompt: Sequence[int], threshold: float | None, keeps: bool = False) -> Trace:
-        """Decode one answer: a position a step, or all that are as sure as the threshold."""
+        """Decode one answer: one position per step, or all positions that reach the threshold."""
         start, mask = len(prompt), self.facts.ids.mask
         end = start + self.gen_length
         if self.model.family.is_block_causal:
@@ -201,7 +202,7 @@ class Decoder:
     def _blocks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (first, last) of each block of the canvas.
 
-        Block-causal models count blocks from the first position of the prompt on.
+        Block-causal models count blocks from the first position of the prompt.
         """
         offset = 0 if self.model.family.is_block_causal else start
         first = start
@@ -211,7 +212,7 @@ class Decoder:
             first = last
 
     def prompt(self, question: str, before: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Tokenise a question, behind turns of other questions, through the chat template."""
+        """Tokenise a question, after turns of other questions, through the chat template."""
         turns = [
             {"role": role, "content": text}
             for turn in before
@@ -223,7 +224,7 @@ class Decoder:
         return ids
 
     def prompts(self, facts: Sequence[tuple[str, str]], num_tokens: int) -> list[list[int]]:
-        """Tokenise questions, each behind as many others as fit into so many tokens."""
+        """Tokenise questions, each after as many others as fit into `num_tokens` tokens."""
         prompts = []
         for number, (question, _) in enumerate(facts):
             others, first = [*facts[number + 1 :], *facts[:number]], self.prompt(question)
@@ -244,7 +245,7 @@ class Decoder:
 
 
 def measure_model(folder: Path, options: argparse.Namespace, table: Table) -> None:
-    """Measure a row for each kind of weights, the plain ones first, and of attention."""
+    """Measure a row for each kind of weights and of attention, the plain weights first."""
     facts = worded(facts_of(folder, options), options.wording)
     plain: list[Trace] = []
     for quantization in (None, *options.quantization):
@@ -270,7 +271,7 @@ def measure_kind(
     answers: Sequence[str],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Measure one kind of weights and of attention, against the plain kind; values of a `Row`."""
+    """Measure one kind of weights and attention against plain; return fields of a `Row`."""
     traces = [decoder.decode(prompt, None) for prompt in prompts]
     fast = [decoder.decode(prompt, options.threshold) for prompt in prompts]
     texts = [decoder.text(trace.tokens) for trace in traces]
@@ -289,7 +290,7 @@ def measure_kind(
 
 
 def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Read questions and answers, of the checkpoint or of --facts."""
+    """Read questions and answers of the checkpoint or of --facts."""
     if options.facts is None:
         return read_facts(folder, options.limit)
     lines = options.facts.read_text(encoding="utf-8").splitlines()[: options.limit]
@@ -297,7 +298,7 @@ def facts_of(folder: Path, options: argparse.Namespace) -> list[tuple[str, str]]
 
 
 def compared(decoder: Decoder, plain: Sequence[Trace]) -> tuple[float, float]:
-    """Compute top-1 agreement and mean KL on the canvases that the plain weights went through."""
+    """Compute top-1 agreement and mean KL on the canvases of the decoding with plain weights."""
     same = positions = 0
     divergence = 0.0
     for trace in plain:
@@ -318,7 +319,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
-    """Compute Spearman's rank correlation of two orders without ties of some positions."""
+    """Compute Spearman's rank correlation of two orders of the same positions, without ties."""
     count = len(first)
     if count < 2:
         return 1.0
@@ -327,7 +328,7 @@ def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
-    """Compute the share of positions with an equal step in both."""
+    """Compute the share of positions that have the same step in both."""
     pairs = [
         pair
         for one, other in zip(first, second, strict=True)
@@ -337,7 +338,7 @@ def equal_share(first: Sequence[Trace], second: Sequence[Trace]) -> float:
 
 
 def paint(rows: Sequence[Row], axis: Any) -> None:
-    """Draw order against likeliest tokens, a point a row."""
+    """Draw order against likeliest tokens, with one point per row."""
     for row in rows:
         if row.quantization != PLAIN or row.attention != "model":
             axis.scatter(row.top_1, row.order)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights drawn in place of a checkpoint's, for a plain network or an engine's model."""
+"""Random weights in place of a checkpoint's, for a plain network or an engine's model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 1.0
-DRAWN_AT_ONCE = 1 << 26  # numbers
+DRAWN_AT_ONCE = 1 << 26  # numbers that are drawn at a time
 EMBEDDINGS = ("wte", "embed_tokens", "word_embeddings")
 
 
@@ -20,14 +20,16 @@ EMBEDDINGS = ("wte", "embed_tokens", "word_embeddings")
 def randomise(model: nn.Module) -> None:
     """Draw every matrix of a model from N(0, 0.02); norms' gains become 1, biases 0.
 
-    Embeddings are drawn from N(0, 1): a row then depends on its token, as in a trained model. With
-    small ones all rows follow the mean of their values, and choose the same experts. A weight that
-    an engine quantises as it is loaded is given a matrix to quantise.
+    Embeddings are drawn from N(0, 1), so that a row depends on its token, as in a trained model.
+    With small embeddings all rows would follow the mean of their values, and choose the same
+    experts. If an engine quantises a weight when it is loaded, the weight receives a matrix to
+    quantise.
     """
     for name, parameter in model.named_parameters():
         put = getattr(parameter, "take_part", None)
         if put is not None and parameter.dim() > 1:
-            depth = parameter.num_weights // parameter[..., 0].numel()  # bytes may hold two
+            # A byte may hold two numbers
+            depth = parameter.num_weights // parameter[..., 0].numel()
             count = max(1, DRAWN_AT_ONCE // (parameter[0, ..., 0].numel() * depth))
             for start in range(0, len(parameter), count):
                 rows = slice(start, min(start + count, len(parameter)))
@@ -42,6 +44,6 @@ def randomise(model: nn.Module) -> None:
 
 
 def randomise_rank(worker: Any) -> None:
-    """Draw the weights of an engine's worker; ranks that divide rows draw equal ones."""
+    """Draw the weights of an engine's worker; ranks that divide rows draw equal weights."""
     torch.manual_seed(0)
     randomise(worker.worker.model_runner.model)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the benchmarks behind a part of docs/measurements, one after the other.
+"""Run the benchmarks behind a part of docs/measurements, one after the other.
 
     benchmarks/reproduce.py --list
     benchmarks/reproduce.py floors guesses [--minutes 20] [--output-dir results/reproduce]
@@ -34,9 +34,9 @@ from benchmarks.server_process import GUARD
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SETTING = re.compile(r"[A-Z][A-Z0-9_]*=")  # of the environment, in front of a command
+SETTING = re.compile(r"[A-Z][A-Z0-9_]*=")  # setting of the environment, in front of a command
 COLUMNS = {"part": "<12", "run": "<4", "seconds": ">8.1f", "status": "<9", "command": "<1"}
-GUARD_S = 10  # for a run to end by itself
+GUARD_S = 10  # seconds for a run to end by itself
 STEP = "step_latency.py --no-reference --seconds 0.5"
 GUESSES = "speculation.py --gen-length 96 --rounds 1"
 PARTS = {
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(line: str, folder: Path, seconds: float) -> str:
-    """Run a command of a part; return what became of it."""
+    """Run a command of a part; return its status."""
     if seconds <= 0:
         return "no time"
     words = shlex.split(line)
@@ -136,7 +136,7 @@ def run(line: str, folder: Path, seconds: float) -> str:
         process = subprocess.Popen(
             [*guard, *command, "--output-dir", str(folder)],
             env={**os.environ, **settings},
-            stdin=subprocess.PIPE,  # whose end ends the run
+            stdin=subprocess.PIPE,  # the run ends when this pipe is closed
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -150,7 +150,7 @@ def run(line: str, folder: Path, seconds: float) -> str:
 
 
 def tables(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the lines of what was measured: tables of known records, else what was printed."""
+    """Yield the lines of all results: tables for known records, else the printed output."""
     for folder in folders:
         records = sorted(folder.glob("*.json"))
         try:

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer waits for: rollouts, a pause, new weights, memory that is lent and given back.
+"""The waiting times of a trainer: rollouts, a pause, new weights, memory that is lent and returned.
 
     benchmarks/rollouts.py [--family llada] [--quantization fp8] [--prompts 16] [--answers 16]
         [--gen-length 256] [--block-length 32] [--updates 10] [--output-dir results/rollouts]
     benchmarks/rollouts.py --backend nccl                          (the server on the second GPU)
     benchmarks/rollouts.py --model models/llada-tiny --dtype float32      (on a CPU)
 
-The server, as a trainer uses it, over HTTP, with random weights of the released shape, which this
-process holds, too, and sends: on a GPU by handles of the same card (`ipc`) or to another card
-(`nccl`), else by a folder (`disk`).
+The server is used over HTTP, as by a trainer. It has random weights of a released shape. This
+process holds them too and sends them: on a GPU by handles of the same card (`ipc`) or to another
+card (`nccl`), else by a folder (`disk`).
 
-    rollouts      tokens a second of so many prompts with so many answers each, all at once, until
-                  the last one has come, two tokens a step, at temperature 1, with kept keys and
-                  values (`cache: dual`; exact ones of block-causal families): plain, with
-                  trajectories, with entropies, in turns; medians
+    rollouts      tokens per second of --prompts prompts with --answers answers each, all at once,
+                  until the last one has arrived, with two tokens per step, at temperature 1, with
+                  kept keys and values (`cache: dual`; exact ones for block-causal families): plain,
+                  with trajectories, with entropies, in turns; medians
     update        seconds from its start to its end while the server is paused, median
-    under load    the same with answers under way, none paused; answers that
-                  ran under several weights, and say so; growth of memory in use in the second half
-                  of the updates. A lost one ends the run
-    pause         steps that end between the call and its answer, with 64 requests under way; ms
-    sleep, wake   seconds at level 1, and what stays in use meanwhile
+    under load    the same while requests run and are not paused; answers that ran under several
+                  weights and report it; growth of memory in use in the second half of the updates.
+                  A lost answer ends the run
+    pause         steps that end between the call and its answer, with 64 requests running; ms
+    sleep, wake   seconds at level 1, and memory that stays in use meanwhile
 
 Written: rollouts.json and server.log.
 """
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     import requests
 
 COLUMNS = {"measure": "<40", "value": ">10.3f", "unit": "<9", "of plain": ">8.3f"}
-PROMPT = 128  # tokens
-UNDER_WAY = 64  # requests, when the server is to pause
+PROMPT = 128  # tokens of a prompt
+UNDER_WAY = 64  # requests that run when the server is paused
 RUNNING, STEPS = "vllm:num_requests_running", "dllm:denoise_steps_total"
 MIB = 1 << 20
 ANSWER_S = 600.0
@@ -76,13 +76,13 @@ KINDS = {
     "with trajectories": {"return_trajectory": True},
     "with entropies": {"return_trajectory": True, "return_entropy": True},
 }
-# A trainer's routes, and handles in a request's body.
+# Enables a trainer's routes, and handles in a request's body.
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measure; `ratio` is to the plain one."""
+    """One measure; `ratio` is relative to the plain one."""
 
     measure: str
     value: float
@@ -100,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trainer, gpu = Trainer(folder, Path(updates), options), GpuMemory(None)
         log = options.output_dir / "server.log"
         if trainer.backend == "nccl":
-            os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the server; the trainer has its own
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # GPU of the server; the trainer has its own
         with model_server(folder, log, *arguments_of(trainer, options)) as url, session() as http:
             trainer.meet(url)
-            server = Server(url, http, asked_of(folder, options), options)
+            server = Server(url, http, request_parameters(folder, options), options)
             for measure in MEASURES:
                 measure(server, trainer, gpu, table)
     harness.write("rollouts", options, table.rows)
@@ -112,17 +112,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("rollouts", __doc__)
-    families = [name for name in harness.FAMILIES if name != "fast-dllm"]  # sure of nothing
+    # Its confidences are too low
+    families = [name for name in harness.FAMILIES if name != "fast-dllm"]
     parser.shape("llada", families, takes_model=True)
     parser.option("--quantization", None, "fp8, int4 or nf4")
     parser.option("--prompts", 16, type=positive)
-    parser.option("--answers", 16, "of each prompt", type=positive)
+    parser.option("--answers", 16, "answers per prompt", type=positive)
     parser.option("--gen-length", 256, "tokens of an answer", type=positive)
     parser.option("--block-length", 32, type=positive)
     backends = ("ipc", "nccl", "disk")
     parser.option("--backend", None, "default: ipc on a GPU, else disk", choices=backends)
-    parser.option("--rounds", 2, "of each kind of rollouts", type=positive)
-    parser.option("--updates", 10, "beside answers under way; half as many alone", type=positive)
+    parser.option("--rounds", 2, "rounds of each kind of rollouts", type=positive)
+    parser.option(
+        "--updates", 10, "updates while requests run; half as many while paused", type=positive
+    )
     return parser.parse_args(arguments)
 
 
@@ -136,14 +139,14 @@ def arguments_of(trainer: Trainer, options: argparse.Namespace) -> list[str]:
         own = {"dllm": {"weight_update_root": str(trainer.updates)}}
         arguments += ["--additional-config", json.dumps(own)]
     elif trainer.backend == "ipc":
-        arguments += ["--gpu-memory-utilization", "0.6"]  # the rest is the trainer's
+        arguments += ["--gpu-memory-utilization", "0.6"]  # the trainer uses the other memory
     if options.model is None:
         arguments += ["--load-format", "dummy"]
     return arguments + (["--quantization", options.quantization] if options.quantization else [])
 
 
-def asked_of(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a request that commits two tokens a step."""
+def request_parameters(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a request that commits two tokens per step."""
     kept = windows.kept_parameters(
         Shape.of_folder(folder), options.gen_length, options.block_length, tokens_a_step=2
     )
@@ -151,7 +154,7 @@ def asked_of(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Trainer(WeightSource):
-    """The weights, in this process, and how they come into the server."""
+    """The weights, in this process, and the way in which they are sent to the server."""
 
     def __init__(self, folder: Path, updates: Path, options: argparse.Namespace) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,7 +175,7 @@ class Trainer(WeightSource):
         yield from self._weights.items()
 
     def meet(self, url: str) -> None:
-        """Say to a server how weights will come."""
+        """Initialise the weight transfer with a server."""
         client = HTTPVLLMWeightSyncClient(url)
         self._client = client
         if self.backend == "disk":
@@ -198,13 +201,13 @@ class Trainer(WeightSource):
 
 
 class Server:
-    """Calls of one server, which fail where it does not answer 200.
+    """Calls of one server; a call fails if the answer is not 200.
 
     Args:
-        url: where it is.
+        url: its address.
         http: connections to it.
-        parameters: the body of a request but for its prompt.
-        options: of the command.
+        parameters: the body of a request except its prompt.
+        options: options of the command.
     """
 
     def __init__(
@@ -218,19 +221,19 @@ class Server:
         self.url, self._http, self._parameters = url, http, parameters
 
     def post(self, route: str) -> float:
-        """Return the seconds that a call took."""
+        """Send a call without a body; return the seconds that it took."""
         started = time.perf_counter()
         self._checked(self._http.post(f"{self.url}{route}", timeout=ANSWER_S))
         return time.perf_counter() - started
 
     def generate(self, prompt: Sequence[int], n: int = 1, **more: Any) -> requests.Response:
-        """Return the answer of /generate, all of it, as bytes."""
+        """Return the complete answer of /generate as bytes."""
         body = {**self._parameters, "prompt": list(prompt), "n": n, **more}
         with session() as http:
             return self._checked(http.post(f"{self.url}/generate", json=body, timeout=ANSWER_S))
 
     def answers(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-        """Return what /generate says."""
+        """Return the parsed answer of /generate."""
         response: dict[str, Any] = self.generate(prompt, **more).json()
         return response
 
@@ -242,9 +245,9 @@ class Server:
 
 
 def measure_updates(server: Server, trainer: Trainer, _: GpuMemory, table: Table) -> None:
-    """Measure updates of a server that is paused."""
+    """Measure updates of a paused server."""
     server.post("/pause?mode=keep")
-    trainer.send()  # the first one opens the memory
+    trainer.send()  # The first update opens the shared memory.
     took = [trainer.send() for _ in range(max(server.options.updates // 2, 1))]
     server.post("/resume")
     label = f"update of {trainer.gigabytes:.3g} GB by {trainer.backend}, paused"
@@ -264,7 +267,7 @@ def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Tabl
         return sum(len(ids) for a in rates for ids in a.json()["token_ids"]) / took
 
     for more in KINDS.values():
-        rate(more)  # compiles what it needs
+        rate(more)  # Compile the kernels that it needs.
     rounds = [[rate(more) for more in KINDS.values()] for _ in range(options.rounds)]
     plain, *_ = medians = [statistics.median(rates) for rates in zip(*rounds, strict=True)]
     for name, median in zip(KINDS, medians, strict=True):
@@ -275,7 +278,7 @@ def measure_rollouts(server: Server, trainer: Trainer, _: GpuMemory, table: Tabl
 def under_way(
     server: Server, trainer: Trainer, clients: int, **more: Any
 ) -> Iterator[list[dict[str, Any]]]:
-    """Keep requests under way while the block runs; their answers are in the list after it."""
+    """Keep requests running while the block runs; afterwards the list has their answers."""
     prompts = in_process.random_prompts(clients, PROMPT, trainer.shape.vocab_size, seed=1000)
     has_ended = threading.Event()
     answers: list[dict[str, Any]] = []
@@ -299,12 +302,12 @@ def under_way(
 
 
 def measure_load(server: Server, trainer: Trainer, gpu: GpuMemory, table: Table) -> None:
-    """Measure updates while the server answers."""
+    """Measure updates while the server answers requests."""
     clients = min(32, server.options.prompts * server.options.answers)
     with under_way(server, trainer, clients, return_trajectory=True) as answers:
         half = server.options.updates // 2
         took = [trainer.send() for _ in range(server.options.updates - half)]
-        before = gpu.used_by([])  # everything that is allocated once is
+        before = gpu.used_by([])  # Everything that is allocated once has been allocated.
         took += [trainer.send() for _ in range(half)]
         after = gpu.used_by([])
     table.add(Row(f"update beside {clients} clients", statistics.median(took), "s"))
@@ -331,7 +334,7 @@ def measure_pause(server: Server, trainer: Trainer, _: GpuMemory, table: Table) 
 
 
 def measure_sleep(server: Server, _: Trainer, gpu: GpuMemory, table: Table) -> None:
-    """Measure sleep at level 1 and waking, twice; the second counts."""
+    """Measure sleep at level 1 and waking, twice; the second time counts."""
     for _ in range(2):
         slept, left = server.post("/sleep?level=1"), gpu.used_by([])
         woke = server.post("/wake_up")

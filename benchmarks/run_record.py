@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of a run beside the device: machine, software, commit of the sources, command.
+"""Conditions of a run in addition to the device: machine, software, commit, command.
 
-Imports no torch: a process that only watches a GPU must not take memory on it.
+This module does not import torch, because a process that only observes a GPU must not take memory
+on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PACKAGES = ("torch", "triton", "vllm")
 
 
 def software_record() -> dict[str, Any]:
-    """Start a run's record; the caller adds the device."""
+    """Start the record of a run; the caller adds the device."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *map(_relative, sys.argv)]),
@@ -51,7 +52,7 @@ def _relative(argument: str) -> str:
 def _commit() -> str | None:
     """Return the commit of the sources, marked if they differ from it; None outside a checkout.
 
-    A copy of the sources without their history names it in the variable MOSAIC_COMMIT.
+    For a copy of the sources without their history, the variable MOSAIC_COMMIT gives the commit.
     """
     return os.environ.get("MOSAIC_COMMIT") or first_line(
         "git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"

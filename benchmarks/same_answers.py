@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How often answers with drafts are the plain ones, and how often plain ones among others are.
+"""How often answers with drafts, or next to other requests, equal the plain answers.
 
     benchmarks/same_answers.py [--family llada] [--prompts 200] [--states 8] [--context 128]
         [--gen-length 32] [--block-length 8] [--output-dir results/same_answers]
     benchmarks/same_answers.py --models llada-tiny dream-tiny
 
-Drafts leave an answer as it is, but for how numbers are rounded: a forward of more rows may add
-them in another order, and where two tokens are nearly equal in bf16, the other one wins. So does it
-where other requests stand beside. Every prompt is answered three times at temperature 0, one token
-a step, with kept keys and values (`cache: dual`; exact ones of block-causal families): alone;
-beside as many requests as a forward has states; and with drafts, as many in every forward.
-Released shape and random weights, or, with --models, trained checkpoints (names of tiny ones under
-models/, which are trained if they are missing) and their own questions.
+Drafts do not change an answer, except through rounding: a forward with more rows may add numbers in
+another order, and if two tokens are nearly equal in bf16, the other one wins. The same happens if
+other requests are in the batch. Every prompt is answered three times at temperature 0, with one
+token per step and kept keys and values (`cache: dual`; exact ones for block-causal families):
+alone; together with other requests, so that a batch has --states requests; and with drafts, so that
+a forward has --states states.
 
-    answers   share that are the plain ones, token by token
-    tokens    share of the tokens
+The model has a released shape and random weights or, with --models, is a trained checkpoint (names
+of tiny ones under models/, which are trained if they are missing) with its own questions.
+
+    answers   share that equal the plain answers, token by token
+    tokens    share of equal tokens
 
 Written: same_answers.json.
 """
@@ -49,11 +51,11 @@ COLUMNS = {"model": "<18", "run": "<10", "answers": ">8.3f", "tokens": ">8.3f", 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to answer, beside the plain one.
+    """One way to answer, compared with the plain one.
 
     Attributes:
-        answers, tokens: shares that are the plain ones.
-        steps_per_forward: of all answers.
+        answers, tokens: shares that equal the plain ones.
+        steps_per_forward: over all answers.
     """
 
     model: str
@@ -87,18 +89,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("same_answers", __doc__)
     parser.shape("llada", [family for family in harness.FAMILIES if family != "fast-dllm"])
-    parser.option("--models", (), "trained checkpoints in the place of random weights")
-    parser.option("--prompts", 200, "to answer; of a checkpoint at most as many as it has")
-    parser.option("--states", 8, "of a forward; requests at once without guesses", type=positive)
+    parser.option("--models", (), "trained checkpoints instead of random weights")
+    parser.option("--prompts", 200, "prompts to answer; at most the number of a checkpoint")
+    parser.option(
+        "--states", 8, "states of a forward; requests at once without drafts", type=positive
+    )
     parser.option("--context", 128, "tokens of a prompt of a released shape", type=positive)
     parser.option("--gen-length", 32, "tokens of an answer", type=positive)
-    parser.option("--block-length", 8, "where the model has none of its own", type=positive)
+    parser.option("--block-length", 8, "block length, if the model has none", type=positive)
     return parser.parse_args(arguments)
 
 
 @contextmanager
 def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape, Prompts]]:
-    """Yield an engine that makes all drafts it is asked for, the model's shape, and prompts."""
+    """Yield an engine that makes all requested drafts, the model's shape, and prompts."""
     settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": False}}}
     settings |= {"max_num_seqs": options.states, "dtype": options.dtype}
     if not options.models:
@@ -122,7 +126,7 @@ def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape,
 def answers(
     llm: Any, prompts: Prompts, parameters: dict[str, Any], *, at_a_time: int
 ) -> tuple[list[list[int]], float]:
-    """Return the tokens of all answers, so many at a time, and the steps a forward."""
+    """Return the tokens of all answers, `at_a_time` at once, and the steps per forward."""
     outputs = []
     for start in range(0, len(prompts), at_a_time):
         outputs += in_process.run_requests(llm, prompts[start : start + at_a_time], parameters)
@@ -132,7 +136,7 @@ def answers(
 
 
 def shares(answers: list[list[int]], plain: list[list[int]]) -> tuple[float, float]:
-    """Return the shares of answers, and of tokens, that are the plain ones."""
+    """Return the shares of answers, and of tokens, that equal the plain ones."""
     equal = [
         a == b
         for one, other in zip(answers, plain, strict=True)

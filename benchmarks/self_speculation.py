@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second of self-speculation, with a fixed number of confirmed drafts, and one by one.
+"""Tokens per second of self-speculation with a fixed number of confirmed drafts, and one by one.
 
     benchmarks/self_speculation.py [--size 8b] [--accepted 8] [--block-length 32] [--context 1024]
         [--gen-length 256] [--clients 1] [--rounds 5] [--output-dir results/self_speculation]
 
-Released shape of Nemotron-Labs-Diffusion, random weights, whose drafts are noise: so the causal
-forward is taken to confirm the first `--accepted` drafts of every block, and no more. Each round
-then gives one token more than that, in two forwards. Measured is the time from the start of the
-first step to the end of the last, prompts included, whose keys and values are kept; the median of
-the rounds.
+The model has the released shape of Nemotron-Labs-Diffusion and random weights, so its drafts are
+noise. Therefore the causal forward is made to confirm exactly the first `--accepted` drafts of
+every block. Each round then gives one token more than that, in two forwards. Measured is the time
+from the start of the first step to the end of the last, including prompts, whose keys and values
+are kept; the median of the rounds.
 
 Written: self_speculation.json.
 """
@@ -44,10 +44,10 @@ ALGORITHMS = ("self_speculation", "autoregressive")
 
 
 class Confirming(SelfSpeculation):
-    """Confirm so many drafts of a block, whatever the model says."""
+    """Confirms the first `accepted` drafts of a block, whatever the model predicts."""
 
     accepted: ClassVar[int] = 0
-    _block: Array | None = None  # the drafts that a causal forward looks at
+    _block: Array | None = None  # the drafts that a causal forward verifies
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         target = super().prepare(tokens)
@@ -59,7 +59,7 @@ class Confirming(SelfSpeculation):
         if self._block is not None and self._block.size:
             said, count = candidates.tokens.copy(), min(self.accepted, self._block.size)
             said[:count] = self._block[:count]
-            said[count : self._block.size] = self._block[count:] + 1  # some other token
+            said[count : self._block.size] = self._block[count:] + 1  # any other token
             candidates = candidates._replace(tokens=said)
         return super().decide(candidates)
 
@@ -90,7 +90,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Measure tokens a second of all clients together, by algorithm and round."""
+    """Measure the tokens per second of all clients together, by algorithm and round."""
     shape = Shape.of(harness.configuration_of(options))
     Confirming.accepted = options.accepted
     CAUSAL_RULES["self_speculation"] = Confirming
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         for number in tqdm(range(1 + options.rounds), leave=False, disable=None):
             for name in ALGORITHMS:
                 rate = rate_of(llm, runner, prompts, {**parameters, "algorithm": name})
-                if number:  # the first one warms up
+                if number:  # the first round is a warm-up
                     rates[name].append(rate)
     return rates
 
@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 def rate_of(
     llm: Any, runner: Any, prompts: Sequence[Sequence[int]], extra: dict[str, Any]
 ) -> float:
-    """Measure tokens a second of requests at once."""
+    """Measure the tokens per second of requests that run at once."""
     own = {name: value for name, value in extra.items() if name != "block_length"}
     parameters = own if extra["algorithm"] == "autoregressive" else extra
     _, seconds = windows.timed_requests(llm, runner, prompts, parameters)

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and useful tokens per second, and latency, of the server under 1 to 64 clients.
+"""Requests and useful tokens per second, and latency, of the server with 1 to 64 clients.
 
     benchmarks/serve_throughput.py --model models/llada-tiny --dtype float32
     benchmarks/serve_throughput.py --family llada            LLaDA-8B's shape, random weights
         [--clients 1 4 16 64] [--requests 64] [--algorithm threshold] [--cache dual]
 
 Every client sends a prompt, waits for its answer, and sends the next one, until all requests of the
-row are answered. A checkpoint with a chat template is asked for sums, another gets random prompts.
-The same requests first go through the plain loop (benchmarks/plain_model.py) in this process, one
-after the other: LLaDA's published loop, which fills every canvas to its end.
+row are answered. For a checkpoint with a chat template the prompts are sums, for others they are
+random. The same requests first go through the plain loop (benchmarks/plain_model.py) in this
+process, one after the other: LLaDA's published loop, which fills every canvas to its end.
 
     tokens/s      tokens of the answers up to their first stop token, over the time from the first
                   request to the last answer
-    p50 p90 p99   seconds from sending a request to its whole answer
+    p50 p90 p99   seconds from sending a request to its complete answer
 
 Written: serve_throughput.json, serve_throughput.png and server.log.
 """
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    Send = Callable[[Sequence[int]], list[int]]  # a prompt's ids -> the answer's
+    Send = Callable[[Sequence[int]], list[int]]  # maps a prompt's ids to the answer's
 
-NUM_SUMS = 100  # distinct ones; the tiny models know them
-WARM_UP = 2  # requests before a row, not measured
+NUM_SUMS = 100  # distinct sums, which the tiny models were taught
+WARM_UP = 2  # requests before a row that are not measured
 COLUMNS = {"system": ">12", "clients": ">7", "requests/s": ">10.2f", "tokens/s": ">9.1f"}
 COLUMNS |= {"p50 s": ">7.3f", "p90 s": ">7.3f", "p99 s": ">7.3f"}
 
@@ -73,7 +73,7 @@ class Row:
     def of(
         cls, system: str, num_clients: int, answers: Sequence[tuple[int, float]], seconds: float
     ) -> Row:
-        """Summarise answers, (tokens, latency in seconds) each, which took `seconds` in all."""
+        """Summarise answers, (tokens, latency in seconds) each, which took `seconds` together."""
         latencies = [latency for _, latency in answers]
         percents = statistics.quantiles(latencies, n=100, method="inclusive")
         num_tokens = sum(length for length, _ in answers)
@@ -106,15 +106,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("serve_throughput", __doc__)
     parser.shape(None, takes_model=True)
-    parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "how many at a time", type=positive)
-    parser.option("--requests", 128, "of every row, at least 2")
-    parser.option("--plain-requests", 16, "0 leaves the loop out")
-    parser.option("--prompt-length", 128, "of random prompts", type=positive)
+    parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "numbers of clients", type=positive)
+    parser.option("--requests", 128, "requests per row, at least 2")
+    parser.option("--plain-requests", 16, "requests of the plain loop; 0 leaves it out")
+    parser.option("--prompt-length", 128, "length of random prompts", type=positive)
     parser.option("--gen-length", 32, "canvas length in tokens")
     parser.option("--block-length", 32)
     parser.option("--steps", 16, "forwards of a canvas")
-    parser.option("--algorithm", None, "of the server; the loop's by default, semi_ar")
-    help_text = "of the server (default: none; of block-causal families exact)"
+    parser.option("--algorithm", None, "algorithm of the server (default: semi_ar, as the loop)")
+    help_text = "cache of the server (default: none; for block-causal families exact)"
     parser.option("--cache", None, help_text)
     options = parser.parse_args(arguments)
     if options.requests < 2:
@@ -159,7 +159,7 @@ def measure_all(options: argparse.Namespace) -> list[Row]:
 
 
 def body_of(prompt: Sequence[int], shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    """Build the body that a client sends; block-causal families have rules of their own."""
+    """Build the body that a client sends; block-causal families use their default rule."""
     body = {
         "prompt": list(prompt),
         "gen_length": options.gen_length,
@@ -174,7 +174,7 @@ def body_of(prompt: Sequence[int], shape: Shape, options: argparse.Namespace) ->
 
 
 def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequence[int]]) -> Row:
-    """Send all prompts by `num_clients` clients, each of which has one request in flight."""
+    """Send all prompts with `num_clients` clients, each with one request in flight."""
     for prompt in prompts[:WARM_UP]:
         send(prompt)
     waiting: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ def measure(system: str, num_clients: int, send: Send, prompts: Sequence[Sequenc
 
 
 def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list[list[int]]:
-    """Return token ids of the prompts: sums in the chat template, or random if there is none."""
+    """Return prompts as token ids: sums in the chat template, or random ids without one."""
     if not (folder / "tokenizer_config.json").is_file():
         return in_process.random_prompts(options.requests, options.prompt_length, shape.vocab_size)
     from transformers import AutoTokenizer
@@ -220,7 +220,7 @@ def prompts_for(folder: Path, shape: Shape, options: argparse.Namespace) -> list
 
 
 def stop_ids_of(folder: Path, config: dict[str, Any]) -> set[int]:
-    """Return the ids that end a text by both configurations, and a turn by the tokenizer."""
+    """Return the ids that end a text by both configurations, or a turn by the tokenizer."""
     ids: set[Any] = set()
     generation = folder / "generation_config.json"
     defaults = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
@@ -235,7 +235,7 @@ def stop_ids_of(folder: Path, config: dict[str, Any]) -> set[int]:
 
 
 def up_to_stop(token_ids: Sequence[int], stop_ids: set[int]) -> list[int]:
-    """Cut a whole canvas to the answer."""
+    """Cut a whole canvas after the answer."""
     end = next((i for i, token in enumerate(token_ids) if token in stop_ids), len(token_ids))
     return list(token_ids[:end])
 
@@ -250,7 +250,7 @@ def paint(rows: Sequence[Row], title: str, left: Any, right: Any) -> None:
     for row in rows:
         if row.system == PLAIN_LOOP:
             left.axhline(row.tokens_per_s, linestyle=":", color="black", label=PLAIN_LOOP)
-            # The loop serves one after the other: every client waits for all.
+            # The loop serves one request after the other, so every client waits for all of them.
             waits = [count * row.p50_s for count in clients]
             right.plot(clients, waits, linestyle=":", color="black", label=f"{PLAIN_LOOP}, in turn")
     for axis, label in ((left, "tokens per second"), (right, "seconds")):

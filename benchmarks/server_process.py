@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server process for the length of a block, ended with all its processes whatever happens.
+"""Server process for the duration of a block; all its processes are always ended.
 
     with ServerProcess(command, log, port=8901) as server:
         server.wait_until_healthy(600)
         session().post(f"{server.url}/generate", ...)
 
 A guard process (benchmarks/process_guard.py) ends the server when the block is left, and when the
-process of the block is gone, even by SIGKILL.
+process of the block has ended, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 GUARD = ROOT / "benchmarks" / "process_guard.py"
-PORTS = range(20_000, 28_000)  # below those that Linux gives to connections
+PORTS = range(20_000, 28_000)  # below the ports that Linux assigns to connections
 START_S, STOP_S = 600.0, 60.0
 POLL_S = 0.2
 TAIL_LINES = 5
-# `EXCEPTION: message` behind what the logger puts before it. The first in a log is the cause.
+# `EXCEPTION: message` after the logger's prefix. The first one in a log is the cause.
 CAUSE = re.compile(r"(?:^|[\s\]])((?!RuntimeError: Engine core init)\w*(?:Error|Exception): \S.*)")
 
 
 class ServerFailed(BenchmarkError):
-    """A server did not start, or ended; the message is one line with its log's end."""
+    """A server did not start, or ended; the message is one line with the end of its log."""
 
 
 class ServerProcess:
-    """Server on this machine, running while the block does.
+    """Server on this machine that runs as long as the block.
 
     Args:
         command: the command line; it must make the server listen on `port` of 127.0.0.1.
         log: file for its output.
         port: see `command`.
         variables: environment variables on top of this process's.
-        stop_s: seconds that it has for an orderly end; then it is killed.
+        stop_s: seconds for an orderly end, after which the server is killed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ServerProcess:
         with self._log.open("wb") as output:
             self._guard = subprocess.Popen(
                 self._command,
-                stdin=subprocess.PIPE,  # its end is the sign to end the server
+                stdin=subprocess.PIPE,  # the guard ends the server when this pipe is closed
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
@@ -94,7 +94,7 @@ class ServerProcess:
         self._guard.stdin.close()
         try:
             self._guard.wait()
-        except KeyboardInterrupt:  # once more: do not wait for an orderly end
+        except KeyboardInterrupt:  # interrupted again: do not wait for an orderly end
             self._guard.terminate()
             self._guard.wait()
             raise
@@ -116,7 +116,7 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether the server ends within `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds; return whether the server has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
         return self._guard.returncode is not None
@@ -142,7 +142,7 @@ class ServerProcess:
             return file.read().decode(errors="replace")
 
     def last_words(self, start: int = 0) -> str:
-        """Return the first exception in the log from byte `start` on, and its last lines."""
+        """Return the first exception in the log after byte `start`, and the last lines."""
         lines = [line.strip() for line in self.log_text(start).splitlines() if line.strip()]
         cause = next((match[1] for line in lines if (match := CAUSE.search(line))), None)
         prefix = f"{cause}; " if cause else ""
@@ -171,9 +171,9 @@ def model_server(folder: Path, log: Path, *arguments: object) -> Iterator[str]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment for a server of its own, with `variables` on top.
+    """Return this process's environment for a server, with `variables` on top.
 
-    The interpreter's folder comes first on PATH: scripts find the same Python.
+    The interpreter's folder comes first on PATH, so that scripts find the same Python.
     """
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -181,9 +181,9 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on, of those that no connection gets by itself.
+    """Return a port that nothing listens on and that no connection gets automatically.
 
-    A server takes seconds to start, and may find another port taken by then.
+    A server takes seconds to start, so another process may take the port before it.
     """
     ports = random.SystemRandom().sample(PORTS, len(PORTS))
     return next(port for port in ports if is_free(port))
@@ -201,14 +201,14 @@ def is_free(port: int) -> bool:
 
 
 def session() -> requests.Session:
-    """Make a client for servers of this machine: it ignores proxies."""
+    """Make a client for servers on this machine; it ignores proxies."""
     client = requests.Session()
     client.trust_env = False
     return client
 
 
 def metric(url: str, name: str) -> float:
-    """Return the sum of the metrics whose names match, of the server at `url`."""
+    """Return the sum of the server's metrics whose names match."""
     with session() as http:
         text = http.get(f"{url}/metrics", timeout=30).text
     return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.M)))

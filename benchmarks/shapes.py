@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a model, the bytes and FLOP of one forward of it, and the least time of that.
+"""Shape of a model, the bytes and FLOP of one forward of it, and the least time for it.
 
-Letters: D width, H heads, K key and value heads, hd head width, M inner width of a feed-forward,
-E experts, V rows of the head, T rows of one sequence.
+Letters: D width, H heads, K key and value heads, hd head width, M inner width of a feed-forward, E
+experts, V rows of the head, T rows of one sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# Under a block-causal mask.
+# Families with a block-causal mask.
 BLOCK_FAMILIES = (
     *("llada2", "llada22", "sdar", "sdar-moe", "fast-dllm", "stable-diffcoder"),
     "nemotron",
@@ -26,19 +26,19 @@ BLOCK_FAMILIES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model by its config.json, named alike for all families.
+    """Sizes of a model according to its config.json, with the same names for all families.
 
     Attributes:
         head_dim: width of one attention head.
         mlp_width: inner width of a feed-forward, or of one expert.
-        mask_id: id of the mask token; None if config.json does not say.
+        mask_id: id of the mask token; None if config.json does not have it.
         num_experts: number of routed experts; 0 if the feed-forward is dense.
-        num_chosen: number of experts that one row passes.
+        num_chosen: number of experts per row.
         num_dense: number of layers without experts, `dense_width` wide.
-        shared_width: inner width of the expert that every row passes.
+        shared_width: inner width of the expert that all rows use.
         shifts_rows: whether position i is read from row i - 1.
-        block_length: positions of a block of a block-causal mask; 0 if every position sees every
-            other one.
+        block_length: positions of a block of a block-causal mask; 0 if every position attends to
+            every other one.
     """
 
     family: str
@@ -65,17 +65,17 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """Number of elements of the four matrices of one layer's attention."""
+        """Number of elements in the four matrices of one layer's attention."""
         return 2 * self.width * (self.num_heads * self.head_dim + self.kv_width)
 
     @property
     def mlp_parameters(self) -> int:
-        """Number of elements of the three matrices of one feed-forward, or of one expert."""
+        """Number of elements in the three matrices of one feed-forward, or of one expert."""
         return 3 * self.width * self.mlp_width
 
     @property
     def head_parameters(self) -> int:
-        """Number of elements of the head's matrix."""
+        """Number of elements in the head's matrix."""
         return self.width * self.vocab_size
 
     @classmethod
@@ -83,7 +83,7 @@ class Shape:
         """Return the shape that a config.json describes.
 
         Raises:
-            ModelConfigError: The engine would not run this model.
+            ModelConfigError: The engine does not support this model.
         """
         parsed = DiffusionConfig.from_dict(dict(config))
         family, architecture = parsed.family, parsed.architecture
@@ -115,7 +115,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a forward that waits for the one before it, `count` times.
+    """Part of a forward that waits for the previous part; it occurs `count` times.
 
     Attributes:
         num_bytes: bytes of weights, or keys and values, that it must read.
@@ -129,21 +129,21 @@ class Stage:
     is_attention: bool = False
 
     def least_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
-        """Return the larger of moving and computing; rates in bytes and FLOP per second."""
+        """Return the larger of the times to move bytes and to compute; rates are per second."""
         rate = attention_rate if self.is_attention else matmul_rate
         return 1000 * self.count * max(self.num_bytes / bandwidth, self.flops / rate)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Least work of one forward of several sequences, if its parts ran side by side."""
+    """Least work of one forward of several sequences, if its parts ran in parallel."""
 
     weight_bytes: float
     matmul_flops: float
     attention_flops: float
 
     def floor_ms(self, bandwidth: float, matmul_rate: float, attention_rate: float) -> float:
-        """Return the larger of moving and computing; rates in bytes and FLOP per second."""
+        """Return the larger of the times to move bytes and to compute; rates are per second."""
         moving = self.weight_bytes / bandwidth
         computing = self.matmul_flops / matmul_rate + self.attention_flops / attention_rate
         return 1000 * max(moving, computing)
@@ -160,7 +160,7 @@ def forward_work(
     """Return the work of a forward of `num_sequences` sequences of `num_rows` rows, all layers.
 
     Args:
-        head_rows, touched_experts: as of `window_stages`.
+        head_rows, touched_experts: as for `window_stages`.
     """
     sampled = min(head_rows, num_rows)
     stages = window_stages(
@@ -189,15 +189,15 @@ def window_stages(
     Args:
         window: rows of one request.
         kept: positions of one request before its window.
-        head_rows: rows of one request whose logits are computed; None: all of the window.
-        touched_experts: experts of a layer that at least one row passes, on average; None: all.
+        head_rows: rows of one request whose logits are computed; None: all rows of the window.
+        touched_experts: experts of a layer that at least one row uses, on average; None: all.
     """
     rows, keys = window * num_requests, (kept + window) * num_requests
 
     def products(
         name: str, parameters: float, passed: float | None = None, count: int = 1
     ) -> Stage:
-        """Return the stage of matrices of `parameters` elements, `passed` of them a row."""
+        """Return the stage of matrices of `parameters` elements, of which a row uses `passed`."""
         flops = 2.0 * rows * (parameters if passed is None else passed)
         return Stage(name, bytes_per_element * parameters, flops, count)
 

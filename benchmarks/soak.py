@@ -5,18 +5,19 @@
     benchmarks/soak.py --model models/llada-tiny [--clients 64] [--minutes 10]
     benchmarks/soak.py --model models/llada-tiny --mixed 4096 --minutes 20
 
-With --mixed LENGTH prompts are of 64 to LENGTH tokens, most of them short, one in twenty bodies is
-malformed and must be a 400, and the memory of the pool must be back at its floor in the end. On a
-GPU 32768 is a length that takes long steps; on a CPU a tiny model's are long from about 2048 on.
-
-The server runs in float32. Requests are drawn from a set with mixed algorithms, caches, lengths
-and seeds; each is first sent alone, and its answer kept. Then the clients send them at random, one
-in ten goes away in the middle, and every other answer must be the one that was kept. Memory is the
-resident set of the server's processes, before the load, after a tenth of it, and at its end; after
+The server runs in float32. Requests are drawn from a set with mixed algorithms, caches, lengths and
+seeds. Each is first sent alone, and its answer is kept. Then the clients send them at random. One
+in ten disconnects before the end, and every other answer must equal the kept one. Memory is the
+resident set of the server's processes: before the load, after a tenth of it, and at its end. After
 that tenth it may grow by 3 %.
 
-Written: soak.json and server.log. Exit status: 0 only when no answer differed, no request failed or
-hung, nothing was left in the engine, and memory stayed where it was.
+With --mixed LENGTH prompts have 64 to LENGTH tokens, most of them short. One in twenty bodies is
+malformed and must be answered with 400, and the memory of the pool must return to its floor at the
+end. On a GPU a length of 32768 takes long steps; on a CPU a tiny model takes them from about 2048
+on.
+
+Written: soak.json and server.log. Exit status: 0 only if no answer differed, no request failed or
+hung, nothing was left in the engine, and memory stayed constant.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 LONGEST_PROMPT = 200
 LONGEST_CANVAS = 96
-MARGIN = 64  # positions beside prompt and canvas
+MARGIN = 64  # positions in addition to prompt and canvas
 NUM_BODIES = 100
 SHARE_LEAVING, SHARE_MALFORMED = 0.1, 0.05
 MALFORMED: tuple[dict[str, Any], ...] = (
@@ -65,9 +66,9 @@ MALFORMED: tuple[dict[str, Any], ...] = (
     {"prompt": "a", "cache": "dual", "cfg_scale": 1.0},
     {"prompt": [10**9]},
 )
-ANSWER_S = 300.0  # longer is stuck
+ANSWER_S = 300.0  # seconds; a request that takes longer hangs
 SETTLE_S = 30.0
-MAX_GROWTH = 1.03  # of resident memory, from a tenth of the load to its end
+MAX_GROWTH = 1.03  # growth of resident memory from a tenth of the load to its end
 WAYS: tuple[dict[str, Any], ...] = (
     {"algorithm": "semi_ar", "temperature": 1.0},
     {"algorithm": "semi_ar", "remasking": "random"},
@@ -111,13 +112,13 @@ class Outcome:
 
 
 class Clients:
-    """Threads that send requests to a server until their time is over.
+    """Threads that send requests to a server until their time has passed.
 
     Args:
         url: URL of the server.
         bodies: bodies that may be sent.
         wanted: token ids of each body's answer.
-        sends_malformed: whether some bodies are wrong.
+        sends_malformed: whether some bodies are malformed.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Clients:
         self.outcome = Outcome()
 
     def run(self, num_clients: int, seconds: float, seed: int) -> Outcome:
-        """Send requests for `seconds`; return when the last answer is there."""
+        """Send requests for `seconds`; return when the last answer has arrived."""
         started = time.monotonic()
         draws = [random.Random(seed + i) for i in range(num_clients)]
         with ThreadPoolExecutor(num_clients) as pool:
@@ -183,7 +184,7 @@ class Clients:
 
 @harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
     outcome = soak(options)
     harness.write("soak", options, outcome=asdict(outcome))
@@ -195,10 +196,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("soak", __doc__)
     parser.option("--model", None, "checkpoint folder with weights", type=Path, required=True)
-    parser.option("--clients", 64, "how many at a time", type=positive)
-    parser.option("--minutes", 10.0, "of the load")
-    parser.option("--mixed", 0, "longest prompt", metavar="LENGTH")
-    parser.option("--seed", 0, "of the requests")
+    parser.option("--clients", 64, "number of clients", type=positive)
+    parser.option("--minutes", 10.0, "duration of the load")
+    parser.option("--mixed", 0, "longest prompt of mixed requests", metavar="LENGTH")
+    parser.option("--seed", 0, "seed of the requests")
     options = parser.parse_args(arguments)
     if options.minutes <= 0:
         parser.error("--minutes: wanted more than 0")
@@ -206,17 +207,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def soak(options: argparse.Namespace) -> Outcome:
-    """Collect answers alone, then run the load, then check what is left.
+    """Collect the answers to lone requests, then run the load, then check the final state.
 
     Raises:
-        ServerFailed: the server does not start.
-        RequestError: A request that is sent alone fails.
+        ServerFailed: The server does not start.
+        RequestError: A lone request fails.
     """
     vocab_size = Shape.of_folder(options.model).vocab_size
     bodies = random_bodies(vocab_size, options.seed, options.mixed)
     longest = (options.mixed or LONGEST_PROMPT) + LONGEST_CANVAS + MARGIN
     arguments = ["--dtype", "float32", "--max-model-len", longest]
-    # Fewer than there are clients: some wait.
+    # Fewer than the clients, so that some requests wait.
     arguments += ["--max-num-seqs", min(options.clients, 16)]
     log = options.output_dir / "server.log"
     with model_server(options.model.resolve(), log, *arguments) as url:
@@ -263,7 +264,7 @@ def leave(url: str, body: dict[str, Any], after_s: float) -> None:
     with (
         session() as http,
         contextlib.suppress(requests.RequestException),
-        # The first event may come late: then this is how long it is waited for.
+        # The timeout ends the wait for a late first event.
         http.post(
             f"{url}/generate", json={**body, "stream": True}, stream=True, timeout=after_s + 1e-3
         ),
@@ -282,13 +283,13 @@ def settle(url: str) -> float:
 
 
 def rss_mib() -> float:
-    """Return the resident memory, in MiB, of the processes that this one has started."""
+    """Return the resident memory, in MiB, of the processes that this process has started."""
     children = psutil.Process().children(recursive=True)
     return float(sum(child.memory_info().rss for child in children) / 2**20)
 
 
 def summary(outcome: Outcome) -> str:
-    """Describe the outcome in lines."""
+    """Describe the outcome in a few lines."""
     lines = [
         f"{outcome.num_answers} answers in {outcome.seconds:.0f} s, "
         f"{outcome.num_left} requests left in the middle, {outcome.num_refused} refused",

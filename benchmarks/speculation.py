@@ -1,35 +1,38 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Steps per second with drafts beside the certain state, and without.
+"""Steps per second with drafts in addition to the certain state, and without drafts.
 
     benchmarks/speculation.py [--family llada] [--size 8b] [--quantization fp8] [--context 512]
         [--gen-length 256] [--block-length 32] [--states 2 4 8] [--forced 1]
         [--clients 1 2 4 8 16 32 64] [--chances 0 0.5 0.7 0.85 1] [--output-dir results/speculation]
     benchmarks/speculation.py --models llada-tiny sdar-tiny
 
-Released shape, random weights, one token a step, with kept keys and values (`cache: dual`; exact
-ones in block-causal families). How often drafts hold depends on trained weights, so here it is
-given: a run without drafts records the states of every request, and with them drafts are made
-that hold with a chance of 0 to 1. What holds is what the engine accepts. Of random weights all
-tokens are nearly equal, and another number of rows is another rounding; so that a request has the
-same states whatever stands beside it, its position says what is found for it, once the engine has
-sampled all the same.
+The model has a released shape and random weights, and commits one token per step, with kept keys
+and values (`cache: dual`; exact ones for block-causal families). How often drafts hold depends on
+trained weights, so here it is a parameter. A run without drafts records the states of every
+request. Drafts are then made from them that hold with a chance of 0 to 1. The engine itself decides
+which drafts it accepts.
 
-First as many states a forward as --states says, drafts right with the chances of --forced; then as
-many as the engine finds worth their rows, up to eight.
+With random weights all tokens are nearly equal, and another number of rows rounds differently. A
+request must have the same states whatever else is in its batch. So the engine samples as usual, but
+its tokens and scores are then replaced by functions of the position.
+
+First, forwards have --states states, with drafts that are right with the chances of --forced. Then
+the engine decides how many drafts are worth their rows, up to eight states.
 
     steps/s   steps of all requests together, of one token each, from the first forward to the last
-    gain      over the same number of clients without drafts
-    between   of one client: steps a second without forwards of whole sequences, which begin an
-              answer and refresh its keys, and have no drafts beside them
-    gain      of that
+    gain      relative to the same number of clients without drafts
+    between   for one client: steps per second without forwards of whole sequences, which start an
+              answer and refresh its keys, and have no drafts
+    gain      the same for `between`
     a         steps per forward
     held      share of the drafted states that were reached
 
-With --models, how often drafts hold on trained checkpoints (names of tiny ones under models/,
-which are trained if they are missing): steps per forward of the engine's own drafts, up to seven,
-at temperatures 0 and 1, for answers of 32 tokens with 1, 2 and 4 tokens a step, and with a
-threshold of 0.9. Other checkpoints report it for every answer in `diffusion.steps_per_forward`.
+With --models, it measures how often drafts hold on trained checkpoints (names of tiny ones under
+models/, which are trained if they are missing): steps per forward with the engine's own drafts, up
+to seven, at temperatures 0 and 1, for answers of 32 tokens with 1, 2 and 4 tokens per step, and
+with a threshold of 0.9. For other checkpoints every answer reports this in
+`diffusion.steps_per_forward`.
 
 Written: speculation.json, speculation.png (reached.json with --models).
 """
@@ -64,7 +67,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MAX_DRAFTS = 7
-LENGTH, QUOTAS = 32, (1, 2, 4)  # of answers of trained checkpoints; tokens a step
+LENGTH, QUOTAS = 32, (1, 2, 4)  # tokens of answers of trained checkpoints; tokens per step
 REACHED = {"model": "<16", "temperature": ">11", "1 a step": ">8.2f", "2 a step": ">8.2f"}
 REACHED |= {"4 a step": ">8.2f", "threshold": ">9.2f"}
 COLUMNS = {"clients": ">7", "states": ">6", "chance": ">6.2f", "steps/s": ">9.1f", "gain": ">5.2f"}
@@ -77,12 +80,12 @@ class Row:
 
     Attributes:
         clients: requests at once.
-        states: states of a forward; None as many as are worth it, 1 without drafts.
-        chance: chance of a draft whose parent holds; None without drafts.
-        steps_per_s: steps of all requests a second.
-        gain: that over `steps_per_s` without drafts.
-        between: steps a second between forwards of whole sequences; None of several clients.
-        gain_between: that over `between` without drafts.
+        states: states of a forward; None: the number that is worth it; 1 without drafts.
+        chance: chance that a draft holds if its parent does; None without drafts.
+        steps_per_s: steps of all requests per second.
+        gain: `steps_per_s` relative to that without drafts.
+        between: steps per second between forwards of whole sequences; None for several clients.
+        gain_between: `between` relative to that without drafts.
         steps_per_forward: steps of a request over its forwards.
         held: share of drafts that were reached; None without any.
     """
@@ -99,17 +102,17 @@ class Row:
 
 
 class Oracle:
-    """Drafter of drafts that hold with a given chance, by the states of a run without drafts."""
+    """Drafter whose drafts hold with a given chance, made from a run without drafts."""
 
     def __init__(self) -> None:
         self.chance = 1.0
         self._random = random.Random(0)
-        self._paths: dict[bytes, list[DraftState]] = {}  # by prompt
-        self._places: dict[bytes, int] = {}  # in the path, by tokens
+        self._paths: dict[bytes, list[DraftState]] = {}  # paths by prompt
+        self._places: dict[bytes, int] = {}  # indices in the path by tokens
 
     @contextmanager
     def recording(self, runner: Any) -> Iterator[None]:
-        """Record the states of all requests, whose drafts have been turned off."""
+        """Record the states of all requests, which must run without drafts."""
         launch = runner.launch
         self._paths, self._places = {}, {}
 
@@ -133,7 +136,7 @@ class Oracle:
 
     @contextmanager
     def drafting(self, chance: float) -> Iterator[None]:
-        """Let drafts hold with a chance, given that the one before does."""
+        """Make drafts hold with a given chance if the draft before them does."""
         self.chance, draft = chance, Drafter.draft
         Drafter.draft = lambda _, certain, __, most, ___: self._draft(certain, most)  # type: ignore[method-assign]
         try:
@@ -162,14 +165,14 @@ def _prompt_of(state: DraftState) -> bytes:
 
 
 def _is_alike(certain: DraftState, state: DraftState) -> bool:
-    """Whether the forward of a later state may stand beside that of the certain one."""
+    """Whether the forward of a later state can run together with that of the certain state."""
     ends_with_block = state.rule.params.is_block_causal
     follows = ends_with_block and state.target.rows[0] <= certain.target.rows[1]
     return state.target.rows == certain.target.rows or follows
 
 
 def _spoilt(state: DraftState) -> Any:
-    """Return the tokens of a state, one of the answer's changed."""
+    """Return the tokens of a state with one token of the answer changed."""
     tokens, start = state.tokens.copy(), state.rule.prompt_length
     filled = np.setdiff1d(np.arange(start, state.target.rows[1]), state.target.eligible)
     tokens[filled[-1]] ^= 1
@@ -207,17 +210,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("speculation", __doc__)
     parser.shape("llada", [family for family in harness.FAMILIES if family != "fast-dllm"])
-    parser.option("--models", (), "trained checkpoints: measure how often guesses hold on these")
-    parser.option("--questions", 24, "of a trained checkpoint", type=positive)
+    parser.option("--models", (), "trained checkpoints: measure how often drafts hold on these")
+    parser.option("--questions", 24, "questions of a trained checkpoint", type=positive)
     parser.option("--quantization", None, "fp8, int4 or nf4")
     parser.option("--context", 512, "tokens of every prompt")
     parser.option("--gen-length", 256, "tokens of every answer")
     parser.option("--block-length", 32)
-    parser.option("--states", [2, 4, 8], "of every forward of one client", type=positive)
-    parser.option("--forced", [1.0], "chances of a guess of these to hold")
-    parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "at once", type=positive)
-    parser.option("--chances", [0.0, 0.5, 0.7, 0.85, 1.0], "of a guess to hold")
-    parser.option("--rounds", 2, "measured, after one that is not", type=positive)
+    parser.option("--states", [2, 4, 8], "states of every forward of one client", type=positive)
+    parser.option("--forced", [1.0], "chances of these drafts to hold")
+    parser.option("--clients", [1, 2, 4, 8, 16, 32, 64], "requests at once", type=positive)
+    parser.option("--chances", [0.0, 0.5, 0.7, 0.85, 1.0], "chances of a draft to hold")
+    parser.option("--rounds", 2, "measured rounds, after a warm-up", type=positive)
     options = parser.parse_args(arguments)
     if options.gen_length % options.block_length:
         parser.error("--gen-length: wanted whole blocks")
@@ -228,7 +231,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
-    """Yield the runs of an engine that weighs drafts, or makes as many as it is asked for."""
+    """Yield the runs of an engine that decides on drafts itself, or makes all requested drafts."""
     settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": weighs}}}
     if options.quantization:
         settings["quantization"] = options.quantization
@@ -244,7 +247,7 @@ def engine(options: argparse.Namespace, *, weighs: bool) -> Iterator[Case]:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Let tokens and scores depend on their positions alone, no two scores of a block alike."""
+    """Make tokens and scores depend on positions only, with different scores in a block."""
     candidates_of = SampleRows.candidates_of
 
     def read(rows: SampleRows, table: Any) -> Any:
@@ -268,7 +271,7 @@ class Case:
     def __init__(self, options: argparse.Namespace, llm: Any, runner: Any) -> None:
         self._options, self._llm, self._runner = options, llm, runner
         self._shape, self._oracle = Shape.of(harness.configuration_of(options)), Oracle()
-        self._recorded = 0  # clients whose states are known
+        self._recorded = 0  # number of clients whose states are recorded
         self._parameters = windows.kept_parameters(
             self._shape, options.gen_length, options.block_length
         )
@@ -281,7 +284,7 @@ class Case:
         table: Table,
         plain: Row | None = None,
     ) -> Row:
-        """Measure a number of clients, with drafts that hold with `chance`; None: without."""
+        """Measure some clients with drafts that hold with `chance`; None: without drafts."""
         prompts = in_process.random_prompts(clients, self._options.context, self._shape.vocab_size)
         parameters = {
             **self._parameters,
@@ -314,7 +317,7 @@ class Case:
     def _round(
         self, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
     ) -> tuple[float, float | None, list[dict[str, Any]]]:
-        """Run the requests: steps a second, of all and between whole forwards, and the reports."""
+        """Run the requests; return steps per second (all, between whole forwards), reports."""
         with in_process.StepLog().attached(self._runner) as log:
             outputs = in_process.run_requests(self._llm, prompts, parameters)
         steps = sorted(log.steps(), key=lambda step: step.started)
@@ -364,7 +367,7 @@ def reached(options: argparse.Namespace) -> None:
 
 
 def paces_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the parameters of 1, 2 and 4 tokens a step, and of a threshold."""
+    """Return the parameters for 1, 2 and 4 tokens per step, and for a threshold."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = family_of(config["architectures"], config["model_type"], config)
     if family is None or not family.is_block_causal:
@@ -379,7 +382,7 @@ def paces_of(folder: Path) -> list[dict[str, Any]]:
 def steps_per_forward(
     llm: Any, questions: Sequence[str], extra: dict[str, Any], temperature: float
 ) -> float:
-    """Return the steps that a forward served, over all answers, one after the other."""
+    """Return the steps per forward over all answers, which run one after the other."""
     from vllm import SamplingParams
 
     parameters = {"gen_length": LENGTH, "num_speculative_states": MAX_DRAFTS, **extra}
@@ -392,7 +395,7 @@ def steps_per_forward(
 
 
 def paint(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw steps per second against clients, a line for each chance."""
+    """Draw steps per second against clients, with a line for each chance."""
     for chance in dict.fromkeys(row.chance for row in rows):
         own = [row for row in rows if row.chance == chance]
         label = "no guesses" if chance is None else f"{chance:g}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time of one denoise step, against the hardware's floor and against plain PyTorch.
+"""Time of one denoising step, compared with the hardware's floor and with plain PyTorch.
 
     benchmarks/step_latency.py [--families llada dream llada-moe] [--lengths 32 128 ... 16384]
         [--requests 1 8 32] [--quick] [--long] [--output-dir results/step_latency]
@@ -8,33 +8,34 @@
         [--requests 1 64 128] [--block-lengths 4 32] [--context 1024]
 
 Each family has the shape of its released model (LLaDA-8B, Dream-7B, LLaDA-MoE-7B-A1B) and random
-weights. A request has one block of 32 masked positions behind a random prompt (16 where T is 32);
-no cache, so every step recomputes all rows. Measured in one process, after warm-up:
+weights. A request has one block of 32 masked positions after a random prompt (16 if T is 32). There
+is no cache, so every step recomputes all rows. Measured in one process, after a warm-up:
 
     step        from the engine's first instruction of a step to its results on the host
     device      between CUDA events around the same step
-    planned     what the planner said that a step takes, by the rates that it goes by
-    interval    from the start of a step to the start of the next: scheduling included
-    floor       the larger of moving every weight once at the bandwidth of a large copy, and of all
-                products at the rate of an 8192 x 8192 x 8192 one plus attention at the rate of
-                cuDNN; all rows through all layers, logits of 32 rows a request; of experts, those
-                that a row passes, on average over the steps. The three rates are measured in the
-                same run.
+    planned     the planner's prediction for the step, from the rates that it uses
+    interval    from the start of a step to the start of the next, including scheduling
+    floor       the larger of two times: moving every weight once, at the bandwidth of a large copy;
+                and computing all products, at the rate of an 8192 x 8192 x 8192 product, plus
+                attention, at the rate of cuDNN. All rows pass all layers, logits are computed for
+                32 rows per request, and experts count if a row uses them, on average over the
+                steps. The three rates are measured in the same run.
     reference   the same step in plain PyTorch (benchmarks/plain_model.py): logits of all rows, one
-                request after the other; "-" where it does not fit into memory
+                request after the other; "-" if it does not fit into memory
 
 Block-causal families (LLaDA2.0-mini, SDAR-8B, SDAR-30B-A3B, Fast-dLLM v2 7B): a request has a block
-behind a prompt of --context tokens, whose keys and values are kept, and commits one token a step.
-Their floor is the sum over the stages of a forward, which wait for each other: each the larger of
-reading its weights, or keys and values, and of computing. Routers are drawn so that masked rows
-choose different experts; T is printed as context + block, and the experts of a layer that some row
-passes below. All requests are in one step; where a server takes shares of them, which compute in
-turn, the time in which all have had a forward is printed as well.
+after a prompt of --context tokens, whose keys and values are kept, and commits one token per step.
+The floor is the sum over the stages of a forward, because they wait for each other. Each stage
+takes the larger of the times to read its weights, or keys and values, and to compute. Routers are
+drawn so that masked rows choose different experts. T is printed as context + block, and the experts
+of a layer that any row uses are printed below. All requests are in one step. If a server would
+process them in shares, one after the other, the time in which all requests have had a forward is
+printed as well.
 
-With --quantization every case is measured with the plain weights and with each of those, in one
-run; the latter stand below as a family of their own ("llada fp8"), without a floor. --no-plain
-leaves the plain ones out. --attention-dtype model fp8 measures each with fp8 attention, too ("llada
-fp8 fp8 attention"), of one request, whatever its length.
+With --quantization every case is measured with the plain weights and with each quantisation, in one
+run. The latter appear below as separate families ("llada fp8"), without a floor. --no-plain leaves
+the plain weights out. --attention-dtype model fp8 also measures each with fp8 attention ("llada fp8
+fp8 attention"), for one request, whatever its length.
 
 Written: step_latency.json and step_latency.png.
 """
@@ -89,14 +90,14 @@ ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class Case:
-    """Requests at once, `num_requests` of `length` rows each."""
+    """Concurrent requests: `num_requests` of `length` rows each."""
 
     length: int
     num_requests: int
 
     @property
     def canvas(self) -> int:
-        """Number of masked positions behind the prompt, one block."""
+        """Number of masked positions after the prompt, which form one block."""
         return min(BLOCK, self.length // 2)
 
 
@@ -112,7 +113,8 @@ class Reference:
 class Row:
     """Result of one case; times in milliseconds, None if not measured.
 
-    `length` is the number of rows of a step's window, and `context` of those kept before it.
+    `length` is the number of rows of a step's window, and `context` that of the rows kept before
+    it.
     """
 
     family: str
@@ -128,11 +130,12 @@ class Row:
     touched_experts: float | None
     context: int = 0
     planned_ms: float = 0.0
-    served_ms: float | None = None  # of a forward of all, where a server takes shares of them
+    # Time of a forward of all requests if a server processes them in shares
+    served_ms: float | None = None
 
     @property
     def rows(self) -> str:
-        """Rows of a request, behind those that are kept."""
+        """Rows of a request, after the kept rows."""
         return f"{self.context}+{self.length}" if self.context else str(self.length)
 
     @property
@@ -148,7 +151,7 @@ class Row:
 
 @harness.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
     table, ceilings = Table(COLUMNS, ATTRIBUTES), {}
     try:
@@ -173,25 +176,31 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("step_latency", __doc__)
     full = [family for family in harness.FAMILIES if family not in BLOCK_FAMILIES]
     parser.option("--families", full, choices=harness.FAMILIES)
-    parser.option("--sizes", (), "models not their family's first", choices=SIZES, type=str)
+    parser.option(
+        "--sizes", (), "models other than the first of their family", choices=SIZES, type=str
+    )
     parser.option("--lengths", (), "rows of a request, from 2", type=int)
-    parser.option("--requests", (), "at once (default: 1 8 32; windows 1 64 128)", type=positive)
+    parser.option(
+        "--requests", (), "requests at once (default: 1 8 32; windows 1 64 128)", type=positive
+    )
     parser.option("--context", 1024, "prompt of a request of a block-causal family")
     parser.option("--block-lengths", (), "default: as released", type=positive)
     parser.option("--quick", False, "three lengths, few steps")
     parser.option("--long", False, f"with length {LONG_LENGTH}, too")
     parser.option("--max-rows", 16384, "leave out more rows of several requests")
     parser.option("--steps", 16, f"measured steps of a case, at most; from {MIN_STEPS}")
-    parser.option("--seconds", 3.0, "of a case, at most (three steps at least)")
+    parser.option("--seconds", 3.0, "longest time of a case (but at least three steps)")
     parser.option("--no-reference", False, "leave plain PyTorch out")
     help_text = "precision of the reference's softmax; LLaDA's published loop: that of the logits"
     precisions = ("logits", "float32", "float64")
     parser.option("--reference-confidence", "logits", help_text, choices=precisions)
     parser.option("--enforce-eager", False, "no CUDA graphs")
     parser.option("--profile", False, "print the longest kernels of every case, too")
-    parser.option("--quantization", (), "beside the plain weights", type=str)
+    parser.option("--quantization", (), "kinds in addition to the plain weights", type=str)
     parser.option("--no-plain", False, "leave the plain weights out")
-    parser.option("--attention-dtype", ["model"], "of each kind", choices=("model", "fp8"))
+    parser.option(
+        "--attention-dtype", ["model"], "attention of each kind", choices=("model", "fp8")
+    )
     parser.scale()
     options = parser.parse_args(arguments)
     options.lengths = list(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
@@ -205,7 +214,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cases_of(lengths: Sequence[int], requests: Sequence[int], max_rows: int) -> list[Case]:
-    """Return all combinations whose rows fit; a lone request may have any number."""
+    """Return all combinations whose rows fit; a lone request may have any number of rows."""
     return [
         Case(length, count)
         for count in requests
@@ -236,18 +245,19 @@ def measure_family(options: argparse.Namespace, ceilings: dict[str, Any], table:
             quantization=quantization,
             max_model_len=max(options.lengths),
             max_num_seqs=max(requests),
-            max_num_batched_tokens=options.max_rows,  # of one step, which is what is measured
-            additional_config={"dllm": dllm},  # and is not cut
+            # All rows must fit into one step, which is measured
+            max_num_batched_tokens=options.max_rows,
+            additional_config={"dllm": dllm},  # steps must not be divided
             enforce_eager=options.enforce_eager,
         ) as (llm, runner):
             for case in cases:
-                if in_fp8 and case.num_requests > 1:  # none shares its steps
+                if in_fp8 and case.num_requests > 1:  # fp8 attention does not share its steps
                     continue
                 run = partial(run_case, llm, runner, shape, case)
                 steps = measure_steps(run, options)
                 floor = None if quantization or in_fp8 else floors[case]
                 table.add(row_of(name, case, steps, floor, references))
-                tell_kernels(options, table, run, len(steps))
+                print_kernels(options, table, run, len(steps))
 
 
 def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table: Table) -> None:
@@ -269,7 +279,7 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
         loop = in_process.step_loop(llm)
         served, together = loop.limits, StepLimits(rows=sys.maxsize, requests=max(requests))
         for case in (Windows(options.context, b, n) for b in block_lengths for n in requests):
-            # One step of all requests, also where a server takes shares of them.
+            # Put all requests into one step, even if a server would process them in shares.
             loop.limits = together
             run = partial(windows.run_windows, llm, runner, shape, case)
             steps, touched = measure_steps(run, options)[: options.steps], None
@@ -280,7 +290,7 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
             table.add(window_row(options.family, case, steps, floor, touched))
             if touched is not None:
                 table.note(f"    {touched:.0f} of {shape.num_experts} experts a layer")
-            tell_kernels(options, table, run, len(steps))
+            print_kernels(options, table, run, len(steps))
             if case.num_requests > served.requests or case.num_rows > served.rows:
                 loop.limits = served
                 timed = windows.served_round(llm, runner, shape, case, len(steps))
@@ -289,9 +299,9 @@ def measure_windows(options: argparse.Namespace, ceilings: dict[str, Any], table
 
 
 def measure_references(config: dict[str, Any], options: argparse.Namespace) -> dict[int, Reference]:
-    """Measure the plain step of one request of each length, and the experts that its rows pass.
+    """Measure the plain step of one request of each length, and the experts that its rows use.
 
-    With --no-reference only the latter are measured, without which there is no floor.
+    With --no-reference only the experts are measured, because the floor requires them.
     """
     shape = Shape.of(config)
     if options.no_reference and not shape.num_experts:
@@ -327,10 +337,10 @@ def plain_step_ms(
 
 
 def touched_experts(model: PlainModel, row: torch.Tensor, steps: int) -> float:
-    """Count experts of a layer that some row of [1, T] passes, mean over layers and steps.
+    """Count the experts of a layer that any row of [1, T] uses, as the mean over layers and steps.
 
-    Tokens that are committed are more diverse than masks, so each step passes other experts. If the
-    memory does not suffice for logits, the count is of the first step alone.
+    Committed tokens are more diverse than masks, so each step uses other experts. If there is not
+    enough memory for logits, only the first step is counted.
     """
     row = row.clone()
     num_masked = int((row == model.shape.mask_id).sum())
@@ -361,7 +371,7 @@ def floor_ms(
     if not torch.cuda.is_available():
         return None
     reference = references.get(case.length)
-    # Other requests bring other tokens: together they pass all experts.
+    # Other requests have other tokens, so together they use all experts.
     touched = reference.touched_experts if reference and case.num_requests == 1 else None
     work = forward_work(
         shape, case.length, case.num_requests, head_rows=case.canvas, touched_experts=touched
@@ -371,10 +381,10 @@ def floor_ms(
 
 
 def measure_steps(run: Callable[[int], list[Step]], options: argparse.Namespace) -> list[Step]:
-    """Measure the steps of a case; `run` is run_case with all but the number of steps.
+    """Measure the steps of a case; `run` is run_case with all arguments except the number of steps.
 
-    The warm-up commits another number of tokens a step: what costs time at every new number of
-    masked rows is measured, as a server would meet it.
+    The warm-up commits another number of tokens per step. So the costs of every new number of
+    masked rows are measured, as in a server.
     """
     expected_ms = min(step.step_ms for step in run(MIN_STEPS))
     return run(num_steps(expected_ms, options.steps, options.seconds))
@@ -444,24 +454,24 @@ def window_row(
 
 
 def served_line(timed: windows.Round, floor: float | None) -> str:
-    """Format the line below a case that a server runs in shares."""
+    """Format the additional line for a case that a server processes in shares."""
     over = harness.formatted(floor and timed.round_ms / floor, ">.2f")
     device = harness.formatted(timed.device_ms, ">.2f")
     served = f"in shares, as served: {timed.round_ms:.2f} ms a forward of all"
     return f"    {served}, device {device}, {over} x floor"
 
 
-def tell_kernels(
+def print_kernels(
     options: argparse.Namespace, table: Table, run: Callable[[int], list[Step]], steps: int
 ) -> None:
-    """Print, with --profile, where a step's time goes on the device."""
+    """With --profile, print where the time of a step is spent on the device."""
     if options.profile:
         for line in kernel_lines(in_process.kernel_times(partial(run, steps))):
             table.note(line)
 
 
 def kernel_lines(kernels: dict[str, tuple[float, float]], most: int = 15) -> list[str]:
-    """Format the longest kernels with milliseconds and launches of one step, below their sum."""
+    """Format the longest kernels with milliseconds and launches per step, after their sum."""
     busy = sum(time_ms for time_ms, _ in kernels.values())
     return [f"    device busy {busy:.3f} ms of a step"] + [
         f"    {time_ms:>9.3f} ms {launches:>6.1f} x  {name[:100]}"
@@ -470,7 +480,7 @@ def kernel_lines(kernels: dict[str, tuple[float, float]], most: int = 15) -> lis
 
 
 def paint(rows: Sequence[Row], *axes: Any) -> None:
-    """Draw time against length, both logarithmic, a panel a family."""
+    """Draw time against length, both logarithmic, with one panel per family."""
     families = dict.fromkeys(row.family for row in rows)
     for axis, family in zip(axes, families, strict=True):
         own = [row for row in rows if row.family == family]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of block-causal families: a window of every request over the keys and values before it.
+"""Steps of block-causal families: a window of each request over the keys and values before it.
 
-It is the common part of `step_latency.py`, `commit_fusion.py` and `prefix_cache.py`.
+This is the common part of `step_latency.py`, `commit_fusion.py` and `prefix_cache.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QK_GAIN = 3.0
 
 @dataclass(frozen=True)
 class Windows:
-    """Requests at once, each with a block behind `context` positions of its own."""
+    """Concurrent requests, each with a block after its own `context` positions."""
 
     context: int
     block_length: int
@@ -47,10 +47,7 @@ class Windows:
 def parameters_of(
     shape: Shape, block_length: int, num_blocks: int, steps_per_block: int
 ) -> dict[str, Any]:
-    """Return the parameters of a request whose blocks take `steps_per_block` forwards each.
-
-    Where only the row before a position can be read, every forward commits one token.
-    """
+    """Return a request's parameters with kept keys and `tokens_a_step` tokens per step."""
     parameters = {"gen_length": num_blocks * block_length, "block_length": block_length}
     if shape.shifts_rows:
         return {**parameters, "algorithm": "hierarchy_block", "threshold": 1.0}
@@ -60,7 +57,7 @@ def parameters_of(
 def kept_parameters(
     shape: Shape, gen_length: int, block_length: int, tokens_a_step: int = 1
 ) -> dict[str, Any]:
-    """Return the parameters of a request with kept keys and values, and so many tokens a step."""
+    """Return a request's parameters with kept keys and `tokens_a_step` tokens per step."""
     if shape.block_length:
         steps = max(block_length // tokens_a_step, 1)
         return parameters_of(shape, block_length, gen_length // block_length, steps)
@@ -69,18 +66,19 @@ def kept_parameters(
 
 
 def blocks_of(steps: int, block_length: int) -> int:
-    """Return how many blocks hold `steps` steps of one block each, one token a step.
+    """Return how many blocks have `steps` steps of one block each, with one token per step.
 
-    The first step of a block computes the block before as well; the first block may start in parts.
+    The first step of a block also computes the block before it, and the first block may start in
+    parts.
     """
     return 2 + -(-steps // max(block_length - 1, 1))
 
 
 def logged_steps(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> list[Step]:
-    """Run at least `steps` windows, one token a forward; return all steps in their order.
+    """Run at least `steps` windows, one token per forward; return all steps in order.
 
-    Prompts are equal in every call: from the second one on their keys and values are found in the
-    prefix cache, and the requests keep step with each other.
+    Prompts are the same in every call. From the second call on their keys and values are in the
+    prefix cache, and the requests stay in step with each other.
     """
     num_blocks = blocks_of(steps, case.block_length)
     parameters = parameters_of(shape, case.block_length, num_blocks, case.block_length)
@@ -103,11 +101,11 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
 
 
 class Round(NamedTuple):
-    """Forward of every request, in as many steps as the engine takes.
+    """One forward of every request, in as many steps as the engine takes.
 
     Attributes:
-        round_ms: milliseconds from the first step's start to that of the next round's.
-        device_ms: milliseconds of it between the events around the steps; None on the CPU.
+        round_ms: milliseconds from the start of its first step to the start of the next round.
+        device_ms: milliseconds between the events around its steps; None on the CPU.
     """
 
     round_ms: float
@@ -115,7 +113,7 @@ class Round(NamedTuple):
 
 
 def served_round(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) -> Round:
-    """Measure the mean round of requests that the engine batches as it likes."""
+    """Measure the mean round of requests if the engine chooses the batches."""
     logged = logged_steps(llm, runner, shape, case, steps)
     pairs = [(a, b) for a, b in pairwise(logged) if case.is_window(a) and case.is_window(b)]
     rounds = sum(a.num_requests for a, _ in pairs) / case.num_requests
@@ -129,7 +127,7 @@ def served_round(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int)
 def timed_requests(
     llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
 ) -> tuple[int, float]:
-    """Count the steps of requests, and the seconds from the first's start to the last's end."""
+    """Run requests; return the number of steps, and the seconds from first start to last end."""
     steps = in_process.timed_steps(llm, runner, prompts, parameters)
     return len(steps), max(step.ended for step in steps) - steps[0].started
 
@@ -148,7 +146,7 @@ def floor_ms(
 ) -> float | None:
     """Compute the least time of a window step from this card's rates; None without a CUDA device.
 
-    Every stage waits for the one before it, so their least times add up.
+    Every stage waits for the previous one, so their least times add up.
     """
     if not torch.cuda.is_available():
         return None
@@ -196,10 +194,11 @@ def routed(
 
 @torch.inference_mode()
 def spread_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> None:
-    """Draw routers by which similar rows choose different experts, as those of trained models do.
+    """Draw routers with which similar rows choose different experts, as in trained models.
 
-    Masked rows differ only in what they attend to. So attention becomes sharper, and each router is
-    freed from what all rows of the first step with `num_rows` rows in `run` have in common.
+    Masked rows differ only in the positions that they attend to. So attention is made sharper. And
+    from each router the direction is removed that all rows share in the first step of `run` with
+    `num_rows` rows.
     """
     for name, parameter in runner.model.named_parameters():
         if "q_norm" in name or "k_norm" in name:
@@ -218,7 +217,7 @@ def spread_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> Non
 
 
 def touched_experts(runner: Any, num_rows: int, run: Callable[[], object]) -> float:
-    """Count experts of a layer that some row passes, mean over layers and full steps."""
+    """Count the experts of a layer that any row uses, as the mean over layers and full steps."""
     counts: list[torch.Tensor] = []
 
     def count(x: torch.Tensor, gate: torch.Tensor, routing: Any) -> None:

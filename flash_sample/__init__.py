@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of diffusion language models: from rows of logits to candidate tokens and scores.
+"""Sampling for diffusion language models: rows of logits become candidate tokens and scores.
 
-`candidates` samples rows of many requests in one launch; `low_confidence`, `entropy`,
-`entropy_witht` and `margin` are its plain forms. `partial` and `merge` sample over slices of the
-vocabulary: ranks, or tiles that are never stored together.
+`candidates` samples rows of many requests in one launch. `low_confidence`, `entropy`,
+`entropy_witht` and `margin` are its simple forms. `partial` and `merge` sample over slices of the
+vocabulary, which are tensor-parallel ranks or tiles that are never stored together.
 
-Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch.
+The import never fails. Without the compiled module (see `is_built`) everything runs in PyTorch.
 """
 
 from ._kernels import is_built

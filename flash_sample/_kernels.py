@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the compiled kernels; arguments have been checked and lie on a GPU."""
+"""Launches of the compiled kernels.
+
+The callers have checked the arguments, and all tensors are on a GPU.
+"""
 
 import warnings
 from dataclasses import replace
@@ -29,18 +32,19 @@ DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 
-# An epsilon changes the entropy by at most V * epsilon nats. Up to this bound, which is what fp32
-# sums over a vocabulary are good to, the kernel leaves it out: it costs another read of the logits.
+# An epsilon changes the entropy by at most V * epsilon nats. fp32 sums over a vocabulary are only
+# accurate to about this bound, so up to it the kernel ignores the epsilon. Including the epsilon
+# takes a second pass over the logits.
 _NEGLIGIBLE_NATS = 2e-5
 
 
 def is_built() -> bool:
-    """Whether the compiled module is there; without it CUDA tensors run the reference."""
+    """Whether the compiled module is available; without it CUDA tensors run the reference."""
     return native is not None
 
 
 def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
-    """Sample each row, as `flash_sample.candidates`."""
+    """Sample each row; see `flash_sample.candidates`."""
     sampled = _empty_candidates(len(logits), logits.device)
     if rows.filters is not None:
         return _filtered(logits, rows, rows.filters, score, sampled)
@@ -54,19 +58,19 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
 
 
 def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int, out: Tensor) -> None:
-    """Write the records of a slice of the columns to `out`, as `flash_sample.partial`."""
+    """Write the records of a slice of the columns to `out`; see `flash_sample.partial`."""
     _launch(logits, rows, score, first_column=first_column, record=out)
 
 
 def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
-    """Merge the records of slices, as `flash_sample.merge`."""
+    """Merge the records of slices; see `flash_sample.merge`."""
     sampled = _empty_candidates(records.shape[1], records.device)
     _merge(records, rows, score, sampled=sampled)
     return sampled
 
 
 def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int) -> Tensor:
-    """Compute the share of a slice in each row's entropy, as `flash_sample.entropy_share`."""
+    """Compute the share of a slice in each row's entropy; see `flash_sample.entropy_share`."""
     whole = torch.empty_like(records[0])
     share = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _merge(records, rows, "entropy", record=whole)
@@ -75,7 +79,7 @@ def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: 
 
 
 def uniform(rows: Rows, positions: Tensor, first_column: int, num_columns: int) -> Tensor:
-    """Make the uniform numbers [R, num_columns] fp64 of some columns, with the keys of rows."""
+    """Generate uniform numbers [R, num_columns] fp64 for a range of columns, keyed by `rows`."""
     assert native is not None
     numbers = torch.empty(len(positions), num_columns, dtype=torch.float64, device=positions.device)
     with torch.cuda.device(positions.device):
@@ -100,7 +104,7 @@ def _empty_candidates(num_rows: int, device: torch.device) -> Sampled:
 def _filtered(
     logits: Tensor, rows: Rows, filters: Filters, score: Score, sampled: Sampled
 ) -> Sampled:
-    """Sample rows with filters into `sampled`; a score may want a launch of its own."""
+    """Sample rows with filters into `sampled`; some scores need a second launch."""
     is_exact = score == "entropy" and _epsilon_counts(rows.epsilon, logits.shape[1])
     is_apart = not filters.are_scored and (is_exact or score == "margin")
     if filters.are_scored and is_exact:
@@ -180,7 +184,7 @@ def _merge(
 
 
 def _matrix(logits: Tensor) -> dict[str, Any]:
-    """Arguments that describe logits [R, V] to a kernel."""
+    """Return the kernel arguments that describe logits [R, V]."""
     return {
         "logits": logits.data_ptr(),
         "dtype": getattr(native, DTYPES[logits.dtype]),
@@ -191,7 +195,7 @@ def _matrix(logits: Tensor) -> dict[str, Any]:
 
 
 def _results(sampled: Sampled | None) -> dict[str, int]:
-    """Arguments that say where a launch writes its results; None for nowhere."""
+    """Return the addresses to which a launch writes its results; None writes nothing."""
     if sampled is None:
         return {"token": 0, "value": 0, "greedy": 0}
     token, score, greedy = sampled
@@ -205,9 +209,10 @@ def _place() -> dict[str, int]:
 
 
 def _row_parameters(rows: Rows) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Convert the rows for the kernels; also return the tensors to keep until they are enqueued.
+    """Convert the rows for the kernels; also return the tensors that the launch reads.
 
-    A freed tensor's memory is only given to work that comes later on the same stream.
+    Keep these tensors until the launch is enqueued. After that they can be freed, because PyTorch
+    reuses their memory only for later work on the same stream.
     """
     kept: list[Tensor] = []
     parameters = (
@@ -226,7 +231,10 @@ def _row_parameters(rows: Rows) -> tuple[tuple[Any, ...], list[Tensor]]:
 
 
 def _pair(value: float | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, float]:
-    """Return a parameter's address, or 0 and its value; add what lies there to `kept`."""
+    """Return a parameter as (address, 0) if it is a tensor, else as (0, value).
+
+    The converted tensor is added to `kept`, so that the caller can keep it alive.
+    """
     if not isinstance(value, Tensor):
         return 0, value
     kept.append(value.to(dtype).contiguous())
@@ -234,7 +242,7 @@ def _pair(value: float | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tupl
 
 
 def _integers(value: int | Tensor, dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, int]:
-    """Return the address or the value of a whole number, of which 64 bits count; as `_pair`."""
+    """Return the address or the value of an integer parameter, modulo 2^64; see `_pair`."""
     address, whole = _pair(value, dtype, kept)
     whole = int(whole) & 0xFFFFFFFFFFFFFFFF
     return address, whole - (1 << 64) if whole >> 63 else whole

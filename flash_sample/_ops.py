@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operations: check the arguments, then launch the kernel or run the reference."""
+"""Public operations: they check the arguments, then launch the kernel or run the reference."""
 
 import torch
 from torch import Tensor
@@ -12,18 +12,20 @@ from .rows import MAX_COLUMNS, Rows, Sampled, Score
 def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
     """Sample each row of logits: token, score and greedy column.
 
-    One pass over the logits, for rows of any number of requests; on CUDA the compiled kernel where
-    it is built (fp32 sums; the bits of a row do not depend on the rows beside it), else the
-    reference. A token with noise is ``argmax(logit - temperature * log(-log U))`` in fp64 (Gumbel,
-    1954), with U of `flash_sample.philox`: it depends on the row's logits, temperature, filters,
-    seed, step and position alone. Rows with filters are read a few times.
+    Rows may belong to any number of requests, and the logits are read once. On CUDA the compiled
+    kernel runs if it is built, else the reference. The kernel sums in fp32, and the bits of a row's
+    result do not depend on the other rows.
+
+    A token with noise is ``argmax(logit - temperature * log(-log U))`` in fp64 (Gumbel, 1954), with
+    U of `flash_sample.philox`. It depends only on the row's logits, temperature, filters, seed,
+    step and position. Rows with filters are read a few times.
 
     Args:
         logits: [R, V] bf16, fp16 or fp32 (fp64: reference). Rows may be strided; columns are
             contiguous. -inf columns are allowed. R may be 0.
         rows: Sampling parameters of each row.
         score: "confidence", "entropy" or "margin". On CUDA an epsilon that cannot change the
-            entropy by 2e-5 nats is left out of it.
+            entropy by 2e-5 nats is ignored.
 
     Raises:
         ValueError: The logits or a parameter of the rows are not as above. Values of tensors on a
@@ -33,12 +35,12 @@ def candidates(logits: Tensor, rows: Rows, score: Score = "confidence") -> Sampl
 
 
 def kept_columns(logits: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
-    """Find the columns that filters keep, in PyTorch.
+    """Return a mask of the columns that filters keep, computed in PyTorch.
 
     Args:
         logits: [R, V] as for `candidates`; bf16 and fp16 are compared in fp32.
         temperature: >= 0, float or floating [R]; at 0 the distribution is that of temperature 1.
-        filters: What to cut off.
+        filters: Filters to apply.
 
     Returns:
         bool [R, V].
@@ -60,7 +62,7 @@ def uniform(
     positions: Tensor,
     columns: int | tuple[int, int],
 ) -> Tensor:
-    """Make uniform numbers of the open interval (0, 1); see `flash_sample.philox.uniform`.
+    """Generate uniform numbers in the open interval (0, 1); see `flash_sample.philox.uniform`.
 
     Column 0 alone gives the scores of random remasking.
     """
@@ -73,7 +75,7 @@ def uniform(
 
 
 def checked_candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> Sampled:
-    """Check the arguments of an operation, whose name errors begin with, and sample each row."""
+    """Check the arguments and sample each row; `name` starts the error messages."""
     check_logits(name, logits)
     check_parameters(name, rows, len(logits), logits.device)
     if score not in ("confidence", "entropy", "margin"):
@@ -84,12 +86,12 @@ def checked_candidates(name: str, logits: Tensor, rows: Rows, score: Score) -> S
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """Whether a compiled kernel serves such logits; else the reference does."""
+    """Whether a compiled kernel supports these logits; otherwise the reference runs."""
     return logits.is_cuda and _kernels.native is not None and logits.dtype in _kernels.DTYPES
 
 
 def check_logits(name: str, logits: Tensor) -> None:
-    """Check that logits are [R, V] floating with contiguous columns, V at least 1 (and int32)."""
+    """Check that logits are [R, V] floating with contiguous columns, and 1 <= V < 2^31."""
     is_floating = logits.dtype in _kernels.DTYPES or logits.dtype == torch.float64
     if logits.dim() != 2 or not is_floating or not 1 <= logits.shape[1] < 2**31:
         raise ValueError(
@@ -103,7 +105,7 @@ def check_logits(name: str, logits: Tensor) -> None:
 
 
 def check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device) -> None:
-    """Check the parameters of rows: shapes, dtypes and devices; on a CPU their values, too."""
+    """Check shapes, dtypes and devices of the parameters of rows; on a CPU also their values."""
     if len(rows.columns) > MAX_COLUMNS:
         raise ValueError(
             f"{name}: columns must hold at most {MAX_COLUMNS} columns, got {len(rows.columns)}"
@@ -125,7 +127,7 @@ def check_parameters(name: str, rows: Rows, num_rows: int, device: torch.device)
 def _check_real(
     name: str, argument: str, value: float | Tensor, num_rows: int, device: torch.device
 ) -> None:
-    """Check that epsilons are > 0, and others >= 0."""
+    """Check that a real parameter is >= 0, or > 0 for an epsilon."""
     wanted = ">" if argument == "epsilon" else ">="
     least: float = 0.0
     if not isinstance(value, Tensor):
@@ -136,7 +138,7 @@ def _check_real(
             f"got {value.dtype} {list(value.shape)} on {value.device}"
         )
     elif value.device.type == "cpu" and num_rows > 0:
-        least = float(value.min())  # looking at values on a GPU would make the host wait for it
+        least = float(value.min())  # values on a GPU are not read: the host would wait
     else:
         return
     if not (least > 0 or (least == 0 and wanted == ">=")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain forms of `candidates`: one score, for callers whose rows need no other parameters."""
+"""Simple forms of `candidates`: one score, for callers whose rows need no other parameters."""
 
 from collections.abc import Sequence
 
@@ -18,14 +18,14 @@ def low_confidence(logits: Tensor, *, excluded: Sequence[int] = ()) -> tuple[Ten
 
     Args:
         logits: [R, V] as for `candidates`.
-        excluded: At most 16 columns whose probability is taken as 0 (the rest is normalised
-            without them), and which still may be the best column.
+        excluded: At most 16 columns whose probability is taken as 0 (the others are normalised
+            without them). They may still be the best column.
 
     Returns:
-        token: int64 [R], the lowest column of the largest logit.
+        token: int64 [R], the column of the largest logit, the lowest one of a tie.
         confidence: fp32 [R] (fp64 for fp64 logits), its probability; 0 where the token is
             excluded, and where the row has no finite logit (the token is then 0). NaN or +inf in
-            a row makes it NaN; the token is then in range and otherwise unspecified.
+            a row makes it NaN; the token is then in range, but otherwise unspecified.
 
     Raises:
         ValueError: The logits are not as above, or ``excluded`` is too long or out of range.
@@ -45,7 +45,7 @@ def entropy(logits: Tensor, *, epsilon: float | Tensor = 1e-10) -> tuple[Tensor,
         epsilon: Positive, float or fp32 [R]; the entropy is ``-sum p * log(p + epsilon)``.
 
     Returns:
-        token: int64 [R], the lowest column of the largest logit.
+        token: int64 [R], the column of the largest logit, the lowest one of a tie.
         entropy: fp32 [R] (fp64 for fp64 logits), in nats; +inf where the row has no finite logit.
 
     Raises:
@@ -64,7 +64,7 @@ def entropy_witht(
     purpose: int = TOKEN_NOISE,
     epsilon: float | Tensor = 1e-10,
 ) -> tuple[Tensor, Tensor]:
-    """Draw a column of each row at a temperature, and compute the row's entropy at it.
+    """Sample a column of each row at a temperature, and compute the row's entropy at it.
 
     Rows of one call may belong to different requests.
 
@@ -73,9 +73,9 @@ def entropy_witht(
         temperature: >= 0, float or [R] floating. At 0 the token is the best column and the
             entropy that of the plain softmax.
         seed: 64-bit seed, int or int64 [R] (its bit pattern).
-        step: Denoise step, int or int64 [R].
+        step: Denoising step, int or int64 [R].
         positions: int64 [R], canvas position of each row.
-        purpose: Separates draws that must not share their numbers.
+        purpose: Selects an independent random stream for each kind of draw.
         epsilon: As for `entropy`.
 
     Returns:
@@ -99,7 +99,7 @@ def margin(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits: [R, V] as for `candidates`.
 
     Returns:
-        token: int64 [R], the lowest column of the largest logit.
+        token: int64 [R], the column of the largest logit, the lowest one of a tie.
         margin: fp32 [R] (fp64 for fp64 logits); 0 where the row has no finite logit.
 
     Raises:

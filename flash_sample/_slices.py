@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling over slices of the vocabulary: a record of each, and what the records merge into."""
+"""Sampling over slices of the vocabulary: each slice yields a record to merge."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ def partial(
     first_column: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Reduce a slice of the columns to a record for each row, to be merged over ranks or tiles.
+    """Reduce a slice of the columns to one record per row, to be merged over ranks or tiles.
 
     Args:
         logits: [R, V] as for `candidates`: the columns from ``first_column`` on.
-        rows: As for `candidates`; ``columns`` are those of the whole vocabulary, and those outside
+        rows: As for `candidates`; ``columns`` counts over the whole vocabulary, and columns outside
             the slice have no effect.
         score: Score that `merge` will return.
-        first_column: Column of the whole vocabulary that ``logits`` starts with. Drawing is faster
-            where it is a multiple of 4.
+        first_column: Column of the whole vocabulary that ``logits`` starts with. Sampling with
+            noise is faster if it is a multiple of 4.
         out: Memory of the record: float64 [R, 8] contiguous, such as one tile's part of [P, R, 8].
 
     Returns:
@@ -56,10 +56,10 @@ def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
     """Merge the records of slices into token, score and greedy column of whole rows.
 
     Args:
-        records: float64 [P, R, 8] contiguous, of P disjoint slices that make up the rows, all made
-            with these ``rows`` and ``score``.
-        rows: Parameters with which the records were made.
-        score: Score for which the records were made. "entropy" leaves the epsilon out, which
+        records: float64 [P, R, 8] contiguous, the records of P disjoint slices that together cover
+            the rows. All of them were computed with these ``rows`` and this ``score``.
+        rows: Parameters with which the records were computed.
+        score: Score for which the records were computed. "entropy" ignores the epsilon, which
             changes it by at most V * epsilon nats; `entropy_share` includes it.
 
     Raises:
@@ -77,12 +77,12 @@ def merge(records: Tensor, rows: Rows, score: Score = "confidence") -> Sampled:
 
 
 def entropy_share(logits: Tensor, records: Tensor, rows: Rows, *, first_column: int = 0) -> Tensor:
-    """Compute the share of a slice of the columns in each row's entropy, epsilon included.
+    """Compute the share of a slice of the columns in each row's entropy, including the epsilon.
 
     Args:
         logits: [R, V] as for `partial`.
-        records: float64 [P, R, 8] contiguous, of all slices, made with ``score="entropy"``.
-        rows: Parameters with which the records were made.
+        records: float64 [P, R, 8] contiguous, the records of all slices, with ``score="entropy"``.
+        rows: Parameters with which the records were computed.
         first_column: Column of the whole vocabulary that ``logits`` starts with.
 
     Returns:

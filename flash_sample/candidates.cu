@@ -1,35 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From rows of logits to candidates, reading the logits once: best column, its softmax probability
-// or the entropy of the row or the difference of the two largest probabilities, and, with
-// Gumbel noise, a column drawn at a temperature. Of rows that are joined already, the entropy with
-// its epsilon, which depends on the sum over the row.
+// Candidates from rows of logits, which are read once. A row yields its best column and a score:
+// the softmax probability, the entropy, or the difference of the two largest probabilities. With
+// Gumbel noise it also yields a column sampled at a temperature. A second kernel computes the
+// entropy with its epsilon from joined rows, because it depends on the sum over the whole row.
 //
-// A row is cut into segments of 4 KiB and those into at most 64 shares: a share is every 64th
-// segment, reduced by one warp. The maximum of a segment is known before its first exp(); further
-// segments of a share rescale what was summed. What is found in a share is sent to a warp that does
-// nothing but join rows, two shares to a lane. The cut depends on the width of a row alone, so the
-// bits of a row depend neither on its neighbours nor on who takes the shares: a team of blocks.
+// Division of the work. A row is divided into segments of 4 KiB, and the segments into at most 64
+// shares: a share is every 64th segment, and one warp reduces it. The maximum of a segment is
+// computed before its first exp(). If a later segment of the share has a larger maximum, the sums
+// so far are rescaled. The warp sends the result of the share to a warp that only joins rows, two
+// shares per lane. The division depends on the width of a row alone. So the bits of a row's result
+// depend neither on the other rows nor on which warps of a team of blocks reduce its shares.
 //
-// Few rows, no more than the card has processors, are a matter of latency. Each block has a
-// processor for itself, and a team is the largest cluster (where the card has clusters) of which
-// the card holds one for every row. Nothing waits for the team's blocks to start but the first
-// message, messages carry their own signal (a fence of the whole card would cost as much as the
-// arithmetic), and the next kernel is let in as soon as the first loads are under way.
+// Few rows: if there are no more rows than the card has processors, latency decides. Each block has
+// a processor for itself. A team is a cluster (if the card has clusters), the largest one for which
+// the card can hold one team per row. Only the first message waits until the team's blocks have
+// started. Messages carry their own signal, because a fence of the whole card would cost as much as
+// the arithmetic. The next kernel may start as soon as the first loads are under way.
 //
-// Many rows are a matter of bandwidth. A team is one block, two of them stay on each processor, and
-// each goes through rows of its own; while a warp reduces one segment, the next is on its way to
-// shared memory, also that of the next row. On an H200 more segments on their way, or the same
-// asked for before the exponentials, took a tenth to a quarter more time.
+// Many rows: bandwidth decides. A team is one block, two blocks stay on each processor, and each
+// block goes through its own rows. While a warp reduces one segment, the next segment is copied to
+// shared memory, even if it belongs to the next row. On an H200, more segments in flight, or
+// issuing the same copies before the exponentials, took 10 % to 25 % more time.
 //
-// Numerics: fp32 throughout, but the noise. -inf adds exactly 0. NaN (and +inf, of which inf - inf
-// makes NaN) reaches the sum, so the score of its row is NaN; its columns are in range and
-// otherwise unspecified.
+// Numerics: everything except the noise is fp32. -inf adds exactly 0. NaN reaches the sum, and so
+// does +inf, because inf - inf is NaN. The score of such a row is NaN; its columns are in range,
+// but otherwise unspecified.
 //
-// Noise: of most columns a cheap bound shows that they cannot have the largest noised logit:
-// -log(-log U) <= -log(1 - U). The rest is compared in fp32, and, where fp32 does not tell, in
-// fp64. So the column is that of the largest logit - temperature * log(-log U) in fp64, whatever
-// the bounds, which the warps of a block tell each other.
+// Noise: for most columns a cheap bound, -log(-log U) <= -log(1 - U), shows that they cannot have
+// the largest noised logit. The other columns are compared in fp32, and in fp64 if fp32 cannot
+// decide. So the column is always that of the largest logit - temperature * log(-log U) in fp64. It
+// does not depend on the bounds, which the warps of a block share.
 
 #include <algorithm>
 #include <climits>
@@ -44,20 +45,21 @@
 namespace flash_sample {
 namespace {
 
-constexpr int kSharesPerLane = kShares / kWarpSize;  // of the warp that joins
-constexpr int kMaxBlocks = 8;                        // of a cluster
-constexpr int kMinWarps = 4;                         // of a cluster's block, that reduce
-constexpr int kMaxWarps = 16;                        // of a processor, that reduce
+constexpr int kSharesPerLane = kShares / kWarpSize;  // shares per lane of the joining warp
+constexpr int kMaxBlocks = 8;                        // blocks per cluster
+constexpr int kMinWarps = 4;   // reducing warps per block of a cluster, at least
+constexpr int kMaxWarps = 16;  // reducing warps per processor, at most
 
-// ---- What is found ----
+// ---- Reduction of a share ----
 
-// Exponents of 2: (logit - shift) * scale.
+// Exponents to base 2: (logit - shift) * scale.
 class Exponents {
  public:
   __device__ Exponents(float shift, float scale)
       : shift_(shift), scale_(scale), offset_(shift * scale) {}
 
-  // Gives `use` (int k, float t) the exponents of some logits, all of them larger by excess().
+  // Calls `use` (int k, float t) with the exponents of some logits, all of them too large by
+  // excess().
   template <typename T, typename Use>
   __device__ void of(const Vector<T> (&vectors)[kVectors], const Use& use) const {
     if (is_small()) {
@@ -77,11 +79,11 @@ class Exponents {
     }
   }
 
-  // What the rounding of shift * scale left out.
+  // The rounding error of shift * scale, which all exponents include.
   __device__ float excess() const { return is_small() ? fmaf(shift_, scale_, -offset_) : 0.0f; }
 
  private:
-  // Whether the product may be rounded: one fma gives an exponent then.
+  // Whether the product may be rounded. Then a single fma gives an exponent.
   __device__ bool is_small() const { return fabsf(offset_) < 0x1p16f; }
 
   const float shift_;
@@ -89,7 +91,7 @@ class Exponents {
   const float offset_;
 };
 
-// What is found in a share; columns count from the first of `logits` here.
+// The result of a share. Here columns count from the first column of `logits`.
 struct alignas(uint4) Partial {
   float maximum;
   int column;
@@ -103,7 +105,7 @@ struct alignas(uint4) Partial {
   }
 };
 
-// A share of a row's record.
+// Reduces the shares of a row to partial results.
 template <typename T, Score kScore, bool kHasNoise>
 struct Reducer {
   using S = Segment<T>;
@@ -112,13 +114,13 @@ struct Reducer {
 
   const LogitsParams& params;
   const Row row;
-  const int number;  // of the row within the team
+  const int number;  // number of the row within the team
   SharedBound& shared;
   const int lane;
-  float maximum;  // of the warp, as what follows
+  float maximum;  // This and the next two members hold the same value in all lanes of the warp.
   int column;
-  float second;  // largest logit but that of `column` (margin only)
-  float sum;     // of the lane, as what follows
+  float second;  // largest logit except that of `column` (margin only)
+  float sum;     // This and the next two members belong to the lane.
   float weighted;
   Draw draw;
 
@@ -142,16 +144,17 @@ struct Reducer {
     Vector<T> vectors[kVectors];
     segment.read(vectors);
     const float segment_max = find_best(segment, vectors);
-    __syncwarp();  // lanes have read what others own, which may be overwritten now
+    __syncwarp();  // Lanes have read vectors that other lanes own and may overwrite from here on.
     if constexpr (kHasNoise) {
       if (row.has_noise) draw_column(segment, vectors, segment_max);
     }
     segment.remove(params, row.excluded);
-    if (kHasNoise || row.excluded != 0) segment.read(vectors);  // not kept so long, or changed
+    // Read again: the vectors may have changed, and keeping them through the draw costs registers.
+    if (kHasNoise || row.excluded != 0) segment.read(vectors);
     add_exponentials(vectors, segment_max);
   }
 
-  // The largest logit of the segment; keeps its column where it is the largest so far.
+  // Returns the largest logit of the segment, and updates `column` if it is the largest so far.
   __device__ float find_best(const S& segment, const Vector<T> (&vectors)[kVectors]) {
     auto best = vectors[0].maximum();
 #pragma unroll
@@ -170,7 +173,7 @@ struct Reducer {
     return segment_max;
   }
 
-  // The lowest column with a value, among those of some lanes.
+  // The lowest column that holds a value, among the columns of the given lanes.
   __device__ int find_column(const S& segment, float value, unsigned owners) const {
     int found = INT_MAX;
     for (; owners != 0; owners &= owners - 1) {
@@ -181,13 +184,13 @@ struct Reducer {
     return __reduce_min_sync(kFullMask, found);
   }
 
-  // The largest logit of the segment but that of `column`, which is among those of `owners`.
+  // The largest logit of the segment except that of `column`, which one of `owners` holds.
   __device__ float find_second(const S& segment, float segment_max, float lane_max,
                                unsigned owners) const {
     if ((owners & (owners - 1)) != 0) return segment_max;
     const int owner = __ffs(owners) - 1;
     float found = lane == owner ? negative_infinity() : lane_max;
-    if (owner >= 0) {  // not of a segment of NaN
+    if (owner >= 0) {  // A segment of NaN has no owner.
       const auto word = segment.word_of(owner);
       if (word.first != column) found = fmaxf(found, low(word.logits));
       if (word.last != column) found = fmaxf(found, high(word.logits));
@@ -226,14 +229,14 @@ struct Reducer {
     float bound = shared.of(number);
     if (bound == negative_infinity()) bound = raise_bound(seed(segment, segment_max));
     const float floor = bound - row.noise.margin(bound);
-    unsigned wanted = 0;  // the vectors that some word would let win; a bit each, as below
+    unsigned wanted = 0;  // vectors that could win with the best possible word; bit v is vector v
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const float limit = rest_limit(vectors[v].top(), floor);
-      wanted |= static_cast<unsigned>(limit > 0.499f) << v;  // the rest is 0.5 at least
+      wanted |= static_cast<unsigned>(limit > 0.499f) << v;  // ~word + 0.5 is at least 0.5
     }
     wanted = __reduce_or_sync(kFullMask, wanted);
-    unsigned able = 0;  // those that their words let win
+    unsigned able = 0;  // vectors that can win with their actual words
 #pragma unroll 1
     for (int v = 0; v < kVectors; v += 2) {  // two at a time, so that a warp waits less
       if ((wanted >> v & 3) == 0) continue;
@@ -245,10 +248,11 @@ struct Reducer {
     raise_bound(draw.score - row.noise.margin(draw.score));
   }
 
-  // Whether the words of a counter lie in one vector.
+  // Whether the four words of a counter belong to one vector.
   __device__ bool is_aligned() const { return params.first_column % 4 == 0; }
 
-  // Whether some column of a vector may be the best: by its best word and the largest logit.
+  // Whether a column of a vector may be the best, judged by the vector's best word and largest
+  // logit.
   __device__ unsigned may_win(const S& segment, int v, float floor) const {
     if (!is_aligned()) return 1;
     uint32_t words[kWidth], best = 0;
@@ -277,13 +281,13 @@ struct Reducer {
     }
   }
 
-  // What 2^32 * (1 - U), which is ~word + 0.5, is at most where the noised logit reaches a number:
-  // -log(-log U) <= -log(1 - U).
+  // The largest 2^32 * (1 - U), which is ~word + 0.5, with which the noised logit can reach
+  // `reached`: -log(-log U) <= -log(1 - U).
   __device__ float rest_limit(float logit, float reached) const {
     return exp2_approx(fmaf(logit - reached, row.noise.inverse, 32.0f));
   }
 
-  // Of the columns of a vector.
+  // Generates the random words of the columns of a vector.
   __device__ void draw_words(uint32_t (&words)[kWidth], const S& segment, int v) const {
     const int64_t start = params.first_column + segment.first + segment.offset(v);
 #pragma unroll
@@ -294,7 +298,7 @@ struct Reducer {
     }
   }
 
-  // The best bound that a lane or another warp has, for all.
+  // Raises the shared bound to the best bound of the lanes; returns the best bound of the block.
   __device__ float raise_bound(float found) {
     const float bound = warp_max(found);
     if (lane == 0) shared.raise(number, bound);
@@ -309,8 +313,8 @@ struct Reducer {
     draw = better(row.noise, draw, other, params.first_column);
   }
 
-  // A number that the best noised logit reaches: that of the best column so far, or of one column
-  // per lane.
+  // A lower bound of the best noised logit: the best of a few columns, which are the best column so
+  // far and one column per lane.
   __device__ float seed(const S& segment, float segment_max) {
     const bool has_best = segment_max > maximum || maximum == negative_infinity();
     const bool takes_best = has_best && lane == 0;
@@ -332,7 +336,7 @@ struct Reducer {
                                 const Partial* partials, int count);
 };
 
-// Joins the shares of a row, kSharesPerLane to a lane.
+// Joins the shares of a row; each lane takes kSharesPerLane of them.
 template <bool kHasNoise>
 __device__ Summary join(const Partial* partials, int count, const Row& row, int64_t first_column,
                         int num_columns, int lane) {
@@ -367,13 +371,13 @@ __device__ Summary join(const Partial* partials, int count, const Row& row, int6
     const bool is_best = mine[i].maximum == maximum && mine[i].column == column;
     second = fmaxf(second, is_best ? mine[i].second : mine[i].maximum);
   }
-  // A row of NaN: no column equals the maximum, or only those beyond the row's end.
+  // In a row of NaN no column equals the maximum, or only columns beyond the row's end do.
   if (column >= num_columns) column = 0;
   Summary whole{maximum, first_column + column, warp_sum(sum), warp_sum(weighted), warp_max(second),
                 maximum, first_column + column, maximum};
   if constexpr (kHasNoise) {
     draw = warp_best(row.noise, draw, first_column);
-    if (draw.column < num_columns) {  // also none
+    if (draw.column < num_columns) {  // false too if no column was drawn
       whole.token = first_column + draw.column;
       whole.token_logit = draw.logit;
       whole.noised = row.noise.exact(draw.logit, whole.token);
@@ -396,7 +400,7 @@ __device__ void Reducer<T, kScore, kHasNoise>::finish(const LogitsParams& params
   if (params.value != nullptr) params.value[row_index] = score_of(whole, row, params.rows, kScore);
 }
 
-// A share of -sum p log(p + epsilon), p = exp(logit - maximum) / sum.
+// A share of -sum p log(p + epsilon), with p = exp(logit - maximum) / sum.
 template <typename T>
 struct EntropyShare {
   struct alignas(uint4) Found {
@@ -408,7 +412,7 @@ struct EntropyShare {
   const Exponents exponents;
   const float inverse;
   const float epsilon;
-  float sums[4];  // of the lane
+  float sums[4];  // sums of the lane
 
   __device__ static const double* record(const LogitsParams& params, int64_t row_index) {
     return params.whole + row_index * kRecordFields;
@@ -460,7 +464,7 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
     reduce_rows(const __grid_constant__ LogitsParams params, int num_segments) {
   __shared__ Mail<typename Work::Found> mail;
   __shared__ SharedBound bound;
-  extern __shared__ uint4 vectors[];  // kStages of each warp's segments
+  extern __shared__ uint4 vectors[];  // kStages segments of each warp
   const Member member(num_segments);
   mail.open(member);
   bound.open();
@@ -469,9 +473,9 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
   wait_for_prerequisites();
   feed.start();
   launch_dependents();
-  team_wait();  // all blocks have started and opened their mail
+  team_wait();  // All blocks have started and opened their mail.
 
-  int number = 0;  // of a row within the team
+  int number = 0;  // number of a row within the team
   if (member.joins) {
     for (int64_t row_index = member.team; row_index < params.num_rows;
          row_index += member.num_teams, ++number) {
@@ -500,10 +504,10 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarpSize, 1)
 
 // ---- Launch ----
 
-// What a launch depends on besides its arguments.
+// The properties of the card and the kernel that a launch depends on.
 struct Card {
   int num_processors;
-  int bytes_per_processor;  // of shared memory
+  int bytes_per_processor;  // bytes of shared memory
   int bytes_per_block;
   bool has_clusters;
 };
@@ -521,7 +525,8 @@ cudaError_t describe(Card* card, Kernel kernel) {
   ask(&card->bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&compiled, kernel);
   card->bytes_per_block -= static_cast<int>(compiled.sharedSizeBytes);
-  // Of what the card runs, not of the card: a later one may run code that was made for 8.0.
+  // Ask for the code that runs, not for the card: a later card may run code that was compiled for
+  // 8.0.
   card->has_clusters = compiled.ptxVersion >= 90;
   return error;
 }
@@ -535,7 +540,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   const int num_segments = (params.num_columns - 1) / Segment<T>::kColumns + 1;
   const int num_shares = std::min(num_segments, kShares);
   constexpr int kBytesPerWarp = kStages * kVectors * kWarpSize * static_cast<int>(sizeof(uint4));
-  // All of few rows are under way at once, and each block has a processor for itself.
+  // If there are few rows, all of them run at once, and each block has a processor for itself.
   const bool are_few = params.num_rows <= card.num_processors;
   const int blocks_per_processor = are_few ? 1 : 2;
   const int most_warps =
@@ -551,7 +556,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = attributes;
 
-  // The largest team of which the card holds one for every row.
+  // Search the largest team for which the card can hold one team per row.
   int num_blocks = 1, num_teams = 0;
   if (card.has_clusters && are_few) {
     const int share_of_card = card.num_processors / static_cast<int>(params.num_rows);
@@ -562,7 +567,7 @@ cudaError_t launch(const LogitsParams& params, cudaStream_t stream) {
     const int per_warp = (per_block - 1) / most_warps + 1;
     const int num_warps = (per_block - 1) / per_warp + 1;
     int num_bytes = num_warps * kBytesPerWarp;
-    if (are_few || per_warp > 1) {  // so much that no more blocks fit
+    if (are_few || per_warp > 1) {  // Request so much shared memory that no further block fits.
       num_bytes = std::max(num_bytes, card.bytes_per_processor / (blocks_per_processor + 1));
     }
     attributes[0].val.clusterDim.x = static_cast<unsigned>(num_blocks);

@@ -1,21 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Candidates whose tokens are drawn from what min-p, top-k and top-p keep of a row.
+// Candidates whose tokens are drawn from the columns that min-p, top-k and top-p keep.
 //
-// A filter keeps what is not farther from the row's largest logit than some distance: its reach;
-// top-p, of what lies just there, the lowest columns. So nothing is sorted. A block takes a row. It
-// reads the row for the largest logit and for the sums over all of it, and then for a list of the
-// columns that may be kept: each filter has a bound of its reach that costs nothing. The k-th
-// largest of the threads' own maxima is no larger than the k-th largest logit. Weights smaller than
-// b sum up to no more than sqrt(b) times the sum of the square roots of all; where that is the
-// share 1 - top_p of the weights' own sum, they lie, even all together, beyond top-p. In the list
-// the reaches are found exactly: by counts and sums over intervals of distances, and then of each
-// distance in the one that matters; where these are many, by the bits of the distances. A list that
-// does not fit is not kept: the row itself is read in its place, which is slower.
+// A filter keeps the columns whose distance from the row's largest logit is at most its reach. Of
+// the columns exactly at its reach, top-p keeps only the lowest ones. So nothing is sorted.
 //
-// Numerics: distances are fp32 differences. What the filters add up are integers, and what is drawn
-// is that of the largest noised logit in fp64 (see candidates.cu): neither depends on the order in
-// which columns are listed. Sums over the whole row are fp32 and depend on its width alone.
+// One block processes one row. It reads the row for the largest logit and for the sums over all
+// columns. Then it reads the row again to list the columns that may be kept, because each filter
+// has a cheap upper bound of its reach:
+// - top-k: the k-th largest of the threads' own maxima is no larger than the k-th largest logit.
+// - top-p: weights smaller than b add up to at most sqrt(b) times the sum of the square roots of
+//   all weights. If that product is the share 1 - top_p of the sum of all weights, all these
+//   weights together lie beyond top-p.
+//
+// The exact reaches are found in the list: first by counts and sums over intervals of distances,
+// then by comparing all distances in the interval that matters. If that interval holds many
+// distances, the search goes over the bits of the distances. If the list does not fit into shared
+// memory, the row itself is read instead, which is slower.
+//
+// Numerics: distances are fp32 differences. The filters add integers, and the token is the column
+// of the largest noised logit in fp64 (see candidates.cu), so neither depends on the order in which
+// columns are listed. Sums over the whole row are fp32 and depend only on its width.
 
 #include <algorithm>
 #include <climits>
@@ -33,11 +38,11 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kBins = 2 * kThreads;
 constexpr int kMostListed = 16384;
-constexpr int kFew = 256;              // distances that are compared each with each
-constexpr int kAtOnce = 4;             // vectors that a thread has on their way
-constexpr float kMostNoise = 23.0f;    // -log(-log U) is 22.9 at most
-constexpr float kUnit = 0x1p31f;       // of the weights that filters add up: 1
-constexpr double kSumUnit = 0x1p40;    // of those that scores add up
+constexpr int kFew = 256;              // distances, at most, of which each is compared with each
+constexpr int kAtOnce = 4;             // vectors that a thread loads at once
+constexpr float kMostNoise = 23.0f;    // upper bound: -log(-log U) is at most 22.9
+constexpr float kUnit = 0x1p31f;       // the weight 1, in the integers that filters add up
+constexpr double kSumUnit = 0x1p40;    // the weight 1, in the integers that scores add up
 constexpr uint32_t kAll = 0x7f800000;  // the key of an infinite distance
 
 struct Listed {
@@ -45,7 +50,7 @@ struct Listed {
   int column;
 };
 
-// The least key up to which amounts reach a target, with the amounts before it and at it.
+// The least key up to which amounts reach a target, the amount below it and the amount at it.
 struct Reach {
   uint32_t key;
   uint64_t before;
@@ -53,21 +58,23 @@ struct Reach {
 };
 
 struct Shared {
-  uint32_t low[kBins];   // amounts of 64 bits: shared memory adds 32 at a time; or few keys
-  uint32_t high[kBins];  // and their amounts
+  // The low words of 64-bit amounts, because shared memory adds 32 bits at a time; or a few keys.
+  uint32_t low[kBins];
+  uint32_t high[kBins];  // the high words of the amounts; or the amounts of the few keys
   uint64_t of_warps[kWarps];
   float numbers[kWarps];
   int columns[kWarps];
   Draw draws[kWarps];
   uint64_t before;  // amount before `bin`
-  uint64_t inside;  // and in it
+  uint64_t inside;  // amount in `bin`
   int bin;
   int num_listed;
   int num_few;
   Reach reach;
 };
 
-// Over all threads of the block, by a function over the lanes of a warp; each has the result.
+// Reduces a value over all threads of the block by `over`, a reduction over the lanes of a warp.
+// Every thread receives the result.
 template <typename T, typename Over>
 __device__ T over_block(T (&of_warps)[kWarps], T value, const Over& over) {
   value = over(value);
@@ -98,7 +105,8 @@ __device__ Draw block_best(Shared& shared, const Noise& noise, Draw draw) {
   return over_block(shared.draws, draw, [&](const Draw& own) { return warp_best(noise, own, 0); });
 }
 
-// Finds the bin with which the amounts reach `target`, counted from shared.before on; -1: none.
+// Finds the bin in which the amounts, counted from shared.before on, reach `target`; -1 if none
+// does.
 __device__ void find_bin(Shared& shared, uint64_t target) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const auto amount = [&](int bin) {
@@ -106,7 +114,7 @@ __device__ void find_bin(Shared& shared, uint64_t target) {
   };
   const int bin = 2 * threadIdx.x;
   const uint64_t first = amount(bin), both = first + amount(bin + 1);
-  const uint64_t upto = sum_upto_lane(both);  // of the warp's bins
+  const uint64_t upto = sum_upto_lane(both);  // amount of the warp's bins up to this lane
   if (lane == kWarpSize - 1) shared.of_warps[warp] = upto;
   const uint64_t start = shared.before;
   __syncthreads();
@@ -133,14 +141,14 @@ __device__ void add_to_bin(Shared& shared, uint32_t bin, uint32_t added) {
   if (old + added < old) atomicAdd(&shared.high[bin], 1u);
 }
 
-// Keys are the bits of numbers without a sign; kAll where the amounts do not reach `target`. `each`
-// gives numbers to what it is called with. Where it is coarse, the key is no smaller than the exact
-// one, by the leading bits alone.
+// Finds the reach over keys that are the bits of non-negative numbers. `each` passes the numbers to
+// the function that it is called with. The key is kAll if the amounts do not reach `target`. If
+// kIsCoarse, only the leading bits are found, and the key is at least the exact one.
 template <bool kIsCoarse = false, typename Each, typename Amount>
 __device__ Reach find_by_bits(Shared& shared, uint64_t target, const Each& each,
                               const Amount& amount) {
   uint32_t prefix = 0;
-  int known = 31;  // bits of a key below its prefix
+  int known = 31;  // number of unknown bits below the prefix of a key
   __syncthreads();
   if (threadIdx.x == 0) shared.before = 0;
   for (const int left : {20, 9, 0}) {
@@ -162,7 +170,7 @@ __device__ Reach find_by_bits(Shared& shared, uint64_t target, const Each& each,
   return {prefix, shared.before, shared.inside};
 }
 
-// Compares each of few numbers with each; false where there are more.
+// Finds the reach by comparing each number with each; returns false if there are more than kFew.
 template <typename Each, typename Amount>
 __device__ bool find_among_few(Shared& shared, uint64_t before, uint64_t target, const Each& each,
                                const Amount& amount) {
@@ -195,8 +203,8 @@ __device__ bool find_among_few(Shared& shared, uint64_t before, uint64_t target,
   return true;
 }
 
-// Finds the reach among numbers of at most `most`, by intervals of equal lengths, if those that lie
-// in one of them are few.
+// Finds the reach among numbers that are at most `most`. It first looks at intervals of equal
+// length, then at the numbers of one interval if they are few, else at the bits of all numbers.
 template <typename Each, typename Amount>
 __device__ Reach find_reach(Shared& shared, uint64_t target, float most, const Each& each,
                             const Amount& amount) {
@@ -226,7 +234,7 @@ __device__ Reach find_reach(Shared& shared, uint64_t target, float most, const E
   return find_by_bits(shared, target, each, amount);
 }
 
-// A row of a block.
+// One row, processed by one block.
 template <typename T>
 struct FilteredRow {
   static constexpr int kWidth = kVectorWidth<T>;
@@ -237,17 +245,17 @@ struct FilteredRow {
   const int capacity;
   const Row row;
   const T* const logits;
-  const float mass_scale;  // from a distance to the exponent of 2 at the temperature
+  const float mass_scale;  // converts a distance to the exponent of 2 at the temperature
 
-  float shift;  // the largest logit; 0 where there is none
+  float shift;  // the largest logit; 0 if no logit is finite
   int greedy;
-  float own_max;       // of the thread
-  float total;         // of the weights of the whole row at the temperature
-  float roots;         // of their square roots
-  float sum;           // what scores add up
-  float weighted;      // of exponents too, for the entropy
-  float bound;         // nothing farther away is kept
-  int last = INT_MAX;  // of the columns at the reach of top_p that are kept
+  float own_max;       // largest logit of the thread
+  float total;         // sum of the weights of the whole row at the temperature
+  float roots;         // sum of the square roots of these weights
+  float sum;           // sum of the weights that scores use
+  float weighted;      // sum of weight times exponent, for the entropy
+  float bound;         // columns at a larger distance are not kept
+  int last = INT_MAX;  // last column that top_p keeps among those at its reach
   bool is_listed = false;
 
   __device__ FilteredRow(const FilteredParams& params, Shared& shared, Listed* list, int capacity,
@@ -268,8 +276,9 @@ struct FilteredRow {
     return false;
   }
 
-  // Gives `use` (const float (&logits)[kWidth], int first) the thread's columns in ascending order,
-  // the same ones whether the row is aligned or not; beyond the row they read as -inf.
+  // Calls `use` (const float (&logits)[kWidth], int first) with the thread's columns in ascending
+  // order. They are the same columns whether the row is aligned or not; columns beyond the row read
+  // as -inf.
   template <typename Use>
   __device__ void over_row(const Use& use) const {
     const auto give = [&](float (&values)[kWidth], int first) {
@@ -285,7 +294,7 @@ struct FilteredRow {
     };
     const bool is_aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     const int num_whole = is_aligned ? params.num_columns / kWidth : 0;
-    int v = threadIdx.x;  // all lanes of a warp take part in every turn
+    int v = threadIdx.x;  // all lanes of a warp take part in every iteration
     for (; (v | kWarpSize - 1) + (kAtOnce - 1) * kThreads < num_whole; v += kAtOnce * kThreads) {
       Vector<T, kWidth> vectors[kAtOnce];
 #pragma unroll
@@ -314,7 +323,7 @@ struct FilteredRow {
     }
   }
 
-  // Gives `use` (float distance, float logit, int column) what may be kept.
+  // Calls `use` (float distance, float logit, int column) for the columns that may be kept.
   template <typename Use>
   __device__ void over_kept(float reach, const Use& use) const {
     if (is_listed) {
@@ -342,12 +351,12 @@ struct FilteredRow {
     return found;
   }
 
-  // The weight of a column at the temperature, as a whole number.
+  // The weight of a column at the temperature, as an integer.
   __device__ uint32_t mass(float distance) const {
     return __float2uint_rn(exp2_approx(-distance * mass_scale) * kUnit);
   }
 
-  // The largest logit, and sums over the whole row, as far as they are wanted.
+  // Finds the largest logit and computes the sums over the whole row that are needed.
   __device__ void read(bool wants_total) {
     const bool is_entropy = params.score == Score::kEntropy;
     own_max = negative_infinity();
@@ -383,7 +392,7 @@ struct FilteredRow {
     const float maximum = block_max(shared, own_max);
     shift = exp_shift(maximum);
     greedy = block_min(shared, own_max == maximum ? column : INT_MAX);
-    if (greedy == INT_MAX) greedy = 0;  // of a row without a finite logit
+    if (greedy == INT_MAX) greedy = 0;  // the row has no finite logit
     const float mine = own_max;
     rescale(maximum);
     own_max = mine;
@@ -393,7 +402,7 @@ struct FilteredRow {
     weighted = block_sum(shared, weighted);
   }
 
-  // Makes the thread's sums relative to a larger logit.
+  // Rescales the thread's sums to a larger maximum.
   __device__ void rescale(float maximum) {
     if (own_max > negative_infinity()) {
       const float root = exp2_approx((own_max - maximum) * (0.5f * mass_scale));
@@ -406,7 +415,7 @@ struct FilteredRow {
     own_max = maximum;
   }
 
-  // Lists what is not farther away than `bound`, if it fits.
+  // Lists the columns whose distance is at most `bound`, if they fit.
   __device__ void collect() {
     __syncthreads();
     if (threadIdx.x == 0) shared.num_listed = 0;
@@ -435,7 +444,7 @@ struct FilteredRow {
     is_listed = shared.num_listed <= capacity;
   }
 
-  // Finds the reach of amounts of what is not farther away than `bound`, which `each` gives.
+  // Finds the reach over the numbers that `each` passes, whose distance is at most `bound`.
   template <typename Each, typename Amount>
   __device__ Reach reach_of(uint64_t target, const Each& each, const Amount& amount) const {
     const bool are_few = is_listed && shared.num_listed <= kFew;
@@ -443,10 +452,11 @@ struct FilteredRow {
     return find_reach(shared, target, bound, each, amount);
   }
 
-  // The distance up to which all filters keep; reads the row.
+  // Finds the distance up to which all filters keep columns; reads the row.
   __device__ float find(double min_p, int64_t top_k, double top_p) {
     const bool has_k = top_k > 0, has_p = top_p < 1.0;
-    // Whether top_p is of the whole row's sum; else of what the filters before it leave.
+    // Whether top_p is a share of the whole row's sum. Otherwise it is a share of the columns that
+    // the filters before it keep.
     const bool is_of_all = has_p && min_p <= 0.0 && (params.is_top_p_first || !has_k);
     read(is_of_all);
     float least = -negative_infinity();  // the reach of min_p
@@ -491,7 +501,8 @@ struct FilteredRow {
       if (farthest <= reach && found.key != kAll) {
         reach = farthest;
         const uint64_t weight = mass(reach), wanted = (target - found.before - 1) / weight + 1;
-        if (wanted < found.inside / weight) {  // columns are keys without a sign, too
+        // Column numbers serve as keys, because they are non-negative too.
+        if (wanted < found.inside / weight) {
           const auto equals = [&](auto use) {
             over_kept(reach, [&](float distance, float, int column) {
               if (distance == reach) use(__int_as_float(column));
@@ -506,7 +517,7 @@ struct FilteredRow {
     return reach;
   }
 
-  // The token, and the sums and the second distance of what is kept.
+  // Draws the token, and sums up the kept columns for the score.
   __device__ void finish(int64_t row_index, float reach) {
     const bool is_drawn = params.has_noise && row.has_noise;
     Draw draw = Draw::none();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters of a distribution before its draw, min-p, top-k and top-p, and their reference."""
+"""The filters min-p, top-k and top-p of a distribution, and their PyTorch reference."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Filters:
-    """What is cut off each row's distribution at its temperature before its token is drawn.
+    """Filters that remove columns of each row's distribution before its token is sampled.
 
-    A column is kept by how far its logit lies below the largest one, a difference in the dtype of
-    the arithmetic. Of columns at one distance `min_p` and `top_k` keep all or none, `top_p` the
-    lowest ones. The best column always stays. Numbers may be tensors of one value a row, as in
-    `Rows`.
+    A column is kept if its logit is close enough to the largest one; the difference is computed in
+    the dtype of the arithmetic. Among columns at the same distance `min_p` and `top_k` keep all or
+    none, and `top_p` keeps the lowest columns. The best column is always kept. Numbers may be
+    tensors with one value per row, as in `Rows`.
 
     Attributes:
-        min_p: floating [R]; keeps what has at least this share of the best column's probability.
-            0 keeps all. It comes first.
-        top_k: int64 [R]; keeps what is at least as likely as the k-th. 0 keeps all.
-        top_p: floating [R]; keeps a column while the sum of those before it, more likely or lower
-            of equals, is smaller than this. 1 keeps all.
-        is_top_p_first: whether sums are of the distribution before top_k; else of what it leaves.
-        keeps_equal: whether a column stays where the sum of those before it is just top_p.
-        are_scored: whether scores are those of what is left; else those of the whole row.
+        min_p: floating [R]; keeps columns with at least this share of the best column's
+            probability. 0 keeps all. It is applied first.
+        top_k: int64 [R]; keeps the k most likely columns, and ties with the k-th. 0 keeps all.
+        top_p: floating [R]; keeps a column if the sum of the columns before it (more likely, or
+            equally likely and lower) is smaller than this. 1 keeps all.
+        is_top_p_first: whether top_p sums over the distribution before top_k; otherwise over the
+            columns that top_k keeps.
+        keeps_equal: whether a column stays if the sum of the columns before it equals top_p.
+        are_scored: whether scores are computed over the kept columns; otherwise over the whole row.
     """
 
     min_p: float | Tensor = 0.0
@@ -36,18 +37,19 @@ class Filters:
 
 
 def kept_by(values: Tensor, temperature: float | Tensor, filters: Filters) -> Tensor:
-    """Find the columns that filters keep, bool [R, V].
+    """Return a mask of the columns that filters keep, bool [R, V].
 
     Args:
         values: [R, V] logits, fp32 or fp64.
         temperature: Float, or [R]; at 0 the distribution is that of temperature 1.
-        filters: What to cut off.
+        filters: Filters to apply.
     """
     best = values.amax(dim=-1, keepdim=True)
     distance = best.masked_fill(best == -torch.inf, 0.0) - values
     scale = torch.as_tensor(temperature, dtype=torch.float64, device=values.device)
     scale = torch.where(scale > 0, scale, 1.0).reshape(-1, 1)
-    # From the best column on, and the lowest of equals: distance, and weight before each column.
+    # Sort by distance from the best column, ties by column; `before` is the weight before each
+    # column.
     ordered, columns = distance.sort(dim=-1, stable=True)
     weights = (-ordered.double() / scale).exp()
     before = weights.cumsum(dim=-1) - weights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw of a token by Gumbel noise, in PyTorch: what rows with a temperature above 0 need."""
+"""Sampling by Gumbel noise in PyTorch, for rows with a temperature above 0."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,11 +10,12 @@ from torch import Tensor
 from .philox import uniform
 from .rows import Rows
 
-_NOISE_TILE_COLUMNS = 8192  # bounds the memory of the noise; a multiple of 4, one counter's words
+# Bounds the memory of the noise. It is a multiple of 4, because a counter gives four words.
+_NOISE_TILE_COLUMNS = 8192
 
 
 class Best(NamedTuple):
-    """Largest noised logit of a slice of the columns."""
+    """The largest noised logit of a slice of the columns, and its column."""
 
     score: Tensor  # [R] fp64
     column: Tensor  # [R] int64, counted over the whole vocabulary

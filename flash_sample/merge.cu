@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Joins the records of disjoint slices of the columns: a warp folds those of one row.
+// Joins the records of disjoint slices of the columns; one warp joins the records of one row.
 
 #include "params.h"
 #include "row.cuh"

@@ -11,8 +11,9 @@ enum class Score { kConfidence, kEntropy, kMargin };
 
 inline constexpr int kMaxColumns = 16;
 
-// Fields of a record, the float64 [num_rows, kRecordFields] that tells what a slice of the columns
-// means for the whole row. A logit is noise-free; noised is logit - temperature * log(-log U).
+// Fields of a record. A record is float64 [num_rows, kRecordFields] and summarises a slice of the
+// columns for the whole row. A logit is noise-free; a noised logit is logit - temperature *
+// log(-log U).
 enum RecordField {
   kMaximum,     // largest logit
   kColumn,      // its lowest column, counted over the whole vocabulary
@@ -21,11 +22,11 @@ enum RecordField {
   kSecond,      // second largest logit (the largest again where it occurs twice)
   kNoised,      // largest noised logit
   kToken,       // its lowest column, counted over the whole vocabulary
-  kTokenLogit,  // the logit there
+  kTokenLogit,  // the logit of that column
   kRecordFields
 };
 
-// A parameter of every row: [num_rows] on the device, or one value for all.
+// A parameter of every row: values [num_rows] on the device, or one value for all rows.
 template <typename T>
 struct PerRow {
   const T* values;
@@ -34,19 +35,19 @@ struct PerRow {
   __device__ T operator[](int64_t row) const { return values == nullptr ? value : values[row]; }
 };
 
-// Columns of the whole vocabulary, which the bits of a row's masks stand for.
+// Columns of the whole vocabulary; bit i of a row's masks refers to ids[i].
 struct Columns {
   int64_t ids[kMaxColumns];
   int count;
 };
 
 struct RowParams {
-  PerRow<double> temperature;  // of the noise; 0: none
+  PerRow<double> temperature;  // temperature of the noise; 0: no noise
   PerRow<int64_t> seed;
   PerRow<int64_t> step;
   PerRow<int64_t> position;
   uint32_t purpose;
-  bool is_tempered;  // the softmax is taken at the temperature too (where that is not 0)
+  bool is_tempered;  // the softmax is computed at the temperature too (unless that is 0)
   PerRow<float> epsilon;
   Columns columns;
   PerRow<int32_t> forbidden;  // columns that read as -inf
@@ -59,13 +60,14 @@ struct LogitsParams {
   int64_t row_stride;  // elements from one row to the next
   int64_t num_rows;
   int num_columns;       // at least 1
-  int64_t first_column;  // of the whole vocabulary
+  int64_t first_column;  // column of the whole vocabulary that `logits` starts with
   RowParams rows;
   Score score;
-  bool has_noise;       // a row's temperature may not be 0
-  const double* whole;  // records of the whole rows: only their entropy's share is summed
+  bool has_noise;  // false only if the temperature of every row is 0
+  // Records of the whole rows. If given, only the slice's share of their entropy is computed.
+  const double* whole;
 
-  // Results: share with whole, else those of the others that are not null.
+  // Results: `share` if `whole` is given, else every other pointer that is not null.
   float* share;     // [num_rows]
   double* record;   // [num_rows, kRecordFields]
   int64_t* token;   // [num_rows]
@@ -73,21 +75,23 @@ struct LogitsParams {
   int64_t* greedy;  // [num_rows]
 };
 
-// Rows whose tokens are drawn from what filters keep of them; see `flash_sample.rows.Filters`.
+// Rows whose tokens are drawn from the columns that filters keep; see `flash_sample.Filters`.
 struct FilteredParams {
   const void* logits;  // [num_rows, num_columns] of dtype, unit column stride: whole rows
   DataType dtype;
   int64_t row_stride;
   int64_t num_rows;
   int num_columns;  // at least 1
-  RowParams rows;   // their epsilon is left out
+  RowParams rows;   // their epsilon is ignored
   PerRow<double> min_p;
   PerRow<int64_t> top_k;
   PerRow<double> top_p;
   bool is_top_p_first;
   bool keeps_equal;
-  bool has_noise;   // a row's temperature may not be 0
-  bool are_scored;  // scores are of what is left; else of the whole row, and none is the margin
+  bool has_noise;  // false only if the temperature of every row is 0
+  // Scores are computed over the kept columns. Otherwise they are computed over the whole row, and
+  // the margin is not supported.
+  bool are_scored;
   Score score;
   int64_t* token;   // [num_rows]
   float* value;     // [num_rows], the score
@@ -114,7 +118,7 @@ struct UniformParams {
   double* numbers;  // [num_rows, num_columns]
 };
 
-// Each enqueues work on `stream` of the current device; none allocates or synchronises.
+// Each function enqueues work on `stream` of the current device; none allocates or synchronises.
 cudaError_t launch_candidates(const LogitsParams& params, cudaStream_t stream);
 cudaError_t launch_filtered(const FilteredParams& params, cudaStream_t stream);
 cudaError_t launch_merge(const MergeParams& params, cudaStream_t stream);

@@ -13,7 +13,7 @@ struct Words {
   uint32_t word[4];
 };
 
-// Low and high word of a product; from 64-bit types the compiler makes one instruction more.
+// Low and high word of a product. With 64-bit types the compiler emits one more instruction.
 __device__ inline uint2 multiply(uint32_t a, uint32_t b) {
   uint2 product;
   asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}"
@@ -54,7 +54,7 @@ struct Stream {
   }
 };
 
-// The number of the open interval (0, 1) that a word stands for; exact in double.
+// The number in the open interval (0, 1) that a word encodes; exact in double.
 __device__ inline double to_uniform(uint32_t word) {
   return (static_cast<double>(word) + 0.5) * 0x1p-32;
 }

@@ -5,9 +5,9 @@ Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 20
 function of its counter and key alone, so it does not depend on the device, the batch, the chunk,
 the tile or the rank.
 
-The key is a request's 64-bit seed, low word first; the counter is (purpose, step, canvas position,
-column // 4), and column % 4 selects one of the four words that come out. Values lie in int64
-tensors that hold 32-bit words; int64 products wrap, which leaves the low 64 bits exact.
+The key is a request's 64-bit seed, low word first. The counter is (purpose, step, canvas position,
+column // 4), and column % 4 selects one of the four words of the result. int64 tensors hold the
+32-bit words; int64 products wrap, so their low 64 bits are exact.
 """
 
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from torch import Tensor
 
 Word: TypeAlias = int | Tensor  # a 32-bit word, or an int64 tensor of them
 
-TOKEN_NOISE = 0  # the purpose of the noise added to logits; other draws use other purposes
+TOKEN_NOISE = 0  # Purpose of the noise added to logits; other draws use other purposes.
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -55,7 +55,8 @@ def philox4x32(
         c1,
         c2,
         c3,
-    )  # after ten rounds every word depends on, and has the shape of, all inputs
+        # After ten rounds every word depends on all inputs, and has their broadcast shape.
+    )
 
 
 def _high(product: Tensor) -> Tensor:
@@ -69,15 +70,15 @@ def uniform(
     positions: Tensor,
     columns: int | tuple[int, int],
 ) -> Tensor:
-    """Make uniform numbers of the open interval (0, 1), one for each row and column.
+    """Generate uniform numbers in the open interval (0, 1), one for each row and column.
 
     Args:
         seed: 64-bit key of the request; an int, or int64 [R] (its bit pattern) for rows of
             different requests.
         purpose: Purpose of the numbers; draws of different purposes are independent.
-        step: Denoise step, an int or int64 [R].
+        step: Denoising step, an int or int64 [R].
         positions: int64 [R], canvas position of each row.
-        columns: Number of columns, from 0; or the half-open range (first, end) of them.
+        columns: Number of columns, from 0; or the half-open range (first, end) of columns.
 
     Returns:
         float64 [R, C] on the device of ``positions``: U = (x + 0.5) / 2^32 with x the 32-bit word.
@@ -103,7 +104,7 @@ def uniform(
 
 
 def _rows(value: int | Tensor, shift: int) -> Word:
-    """Return the 32-bit word of ``value`` above bit ``shift``; for a tensor [R], as [R, 1]."""
+    """Return the 32-bit word of ``value`` above bit ``shift``; a tensor [R] gives [R, 1]."""
     if isinstance(value, int):
         return (value >> shift) & _WORD
     return ((value >> shift) & _WORD)[:, None]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch reference of sampling whole rows of logits.
 
-It defines what the kernels compute, and runs wherever a kernel is missing. Letters: R rows,
-V columns. Logits are [R, V] bf16, fp16, fp32 or fp64; everything is computed in fp32, or in fp64
-where the logits are. Of equal logits the lowest column wins. Columns may be -inf. NaN in a row
-makes its score NaN and leaves its token unspecified (but in range).
+It defines the results of the kernels, and runs wherever a kernel is missing. Letters: R rows, V
+columns. Logits are [R, V] bf16, fp16, fp32 or fp64; the arithmetic is fp32, or fp64 for fp64
+logits. Of equal logits the lowest column wins. Columns may be -inf. NaN in a row makes its score
+NaN and leaves its token unspecified (but in range).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     """Sample each row: token, score and greedy column; see `flash_sample.candidates`.
 
     Without noise and special columns, the confidence is bit for bit ``softmax(logits.float())``
-    gathered at ``argmax(logits)``, as the LLaDA reference generate loop takes it.
+    gathered at ``argmax(logits)``, as in LLaDA's reference generate loop.
     """
     values = masked(computed(logits), rows.columns, rows.forbidden, 0)
     greedy = token = values.argmax(dim=-1)
@@ -61,14 +61,14 @@ def entropy(probabilities: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def bit(mask: int | Tensor, index: int, device: torch.device) -> Tensor:
-    """Whether a bit is set: [R] bool, or [1]."""
+    """Return whether a bit is set: [R] bool, or [1]."""
     if isinstance(mask, Tensor):
         return (mask >> index & 1).bool()
     return torch.tensor([bool(mask >> index & 1)], device=device)
 
 
 def masked(values: Tensor, columns: Sequence[int], mask: int | Tensor, first_column: int) -> Tensor:
-    """Copy with -inf in those of ``columns`` whose bit is set, if any lies in this slice."""
+    """Set to -inf the columns whose bit is set; copy only if one of them lies in this slice."""
     if isinstance(mask, int) and mask == 0:
         return values
     masked = values

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Arithmetic shared by the kernels: warp reductions, one row's parameters, noised scores, and how
-// records join and become a token and a score.
+// Arithmetic shared by the kernels: warp reductions, one row's parameters, noised scores, and the
+// functions that join records and turn them into a token and a score.
 
 #include <climits>
 
@@ -30,7 +30,7 @@ __device__ inline float log2_approx(float x) {
   return result;
 }
 
-// Order of floats as that of integers; the value must not be NaN.
+// Maps floats to integers of the same order; the value must not be NaN.
 __device__ inline int ordered(float value) {
   const int bits = __float_as_int(value);
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -46,12 +46,12 @@ __device__ inline float warp_max(float value) {
 
 __device__ inline float warp_sum(float value) { return over_warp(value, Sum()); }
 
-// What to subtract before exp(): -inf - -inf would be NaN where the sum must be 0.
+// The number to subtract before exp(): -inf - -inf would be NaN where the sum must be 0.
 __device__ inline float exp_shift(float maximum) {
   return maximum == negative_infinity() ? 0.0f : maximum;
 }
 
-// exp2(t) * t, 0 where t is -inf; exponential is exp2(t).
+// exp2(t) * t, and 0 if t is -inf; `exponential` is exp2(t).
 __device__ inline float weigh(float exponential, float t) { return exponential * fmaxf(t, -1e4f); }
 
 // The noise of a row: a logit becomes logit - temperature * log(-log U).
@@ -59,15 +59,15 @@ struct Noise {
   Stream stream;
   double temperature;
   float tau;
-  float inverse;  // from a difference of logits to the exponent of 2 at the temperature
+  float inverse;  // converts a difference of logits to the exponent of 2 at the temperature
 
   __device__ double exact(float logit, int64_t column) const {
     const double u = to_uniform(stream.word(column));
-    // Apart, as a reference of separate operations rounds them.
+    // Two rounded operations, because the reference rounds them separately.
     return __dsub_rn(static_cast<double>(logit), __dmul_rn(temperature, log(-log(u))));
   }
 
-  // To within margin() of exact().
+  // Within margin() of exact().
   __device__ float approximate(float logit, uint32_t word) const {
     const float rest = (static_cast<float>(~word) + 0.5f) * 0x1p-32f;  // 1 - U, precise near 0
     const float series =
@@ -76,7 +76,7 @@ struct Noise {
     return logit - tau * kLn2 * log2_approx(rest < 0.03125f ? series : direct);
   }
 
-  // The approximate logarithms are good to 2e-5, and sums are rounded.
+  // The approximate logarithms are accurate to 2e-5, and sums are rounded.
   __device__ float margin(float score) const { return tau * 1e-4f + fabsf(score) * 1e-6f; }
 };
 
@@ -89,7 +89,7 @@ struct Draw {
   __device__ static Draw none() { return {negative_infinity(), negative_infinity(), INT_MAX}; }
 };
 
-// The better of two draws whose approximate scores do not tell.
+// Compares two draws whose approximate scores are too close to decide.
 static __device__ __noinline__ bool exactly_better(Noise noise, Draw a, Draw b,
                                                    int64_t first_column) {
   const double score_a = noise.exact(a.logit, first_column + a.column);
@@ -107,7 +107,7 @@ __device__ inline Draw better(const Noise& noise, const Draw& a, const Draw& b,
   return exactly_better(noise, a, b, first_column) ? a : b;
 }
 
-// The best of the draws of a warp's lanes, for all of them.
+// The best of the draws of a warp's lanes; every lane receives it.
 __device__ inline Draw warp_best(const Noise& noise, Draw draw, int64_t first_column) {
   const float margin = noise.margin(draw.score);
   const float reached = warp_max(draw.score - margin);
@@ -127,14 +127,14 @@ __device__ inline Draw warp_best(const Noise& noise, Draw draw, int64_t first_co
 struct Row {
   Noise noise;
   bool has_noise;
-  float scale;  // from a difference of logits to the exponent of 2
+  float scale;  // converts a difference of logits to the exponent of 2
   int forbidden;
   int excluded;
 
   __device__ Row(const RowParams& params, int64_t row) {
     noise.temperature = params.temperature[row];
     noise.tau = static_cast<float>(noise.temperature);
-    // Bounded, as an infinite scale would make NaN of a difference of 0.
+    // The bound prevents an infinite scale, which would make NaN of a difference of 0.
     noise.inverse = fminf(kLog2E / noise.tau, 1e30f);
     has_noise = noise.temperature > 0.0;
     noise.stream = {static_cast<uint64_t>(params.seed[row]), params.purpose,
@@ -173,7 +173,7 @@ __device__ inline void write_record(double* record, const Summary& s) {
 __device__ inline float score_of(const Summary& s, const Row& row, const RowParams& params,
                                  Score score) {
   if (s.sum != s.sum) return s.sum;
-  // Also where excluded columns alone are within reach of the maximum (87 in fp32).
+  // The sum is 0 too if only excluded columns are within reach of the maximum (87 in fp32).
   const bool is_empty = s.maximum == negative_infinity() || s.sum == 0.0f;
   if (score == Score::kEntropy) {
     return is_empty ? -negative_infinity() : kLn2 * (log2f(s.sum) - s.weighted / s.sum);

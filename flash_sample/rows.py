@@ -13,40 +13,40 @@ Score: TypeAlias = Literal["confidence", "entropy", "margin"]
 
 MAX_COLUMNS = 16  # the kernels take the columns by value
 
-# Fields of a record, the float64 [R, 8] that tells what a slice of the columns means for the whole
+# Fields of a record. A record is float64 [R, 8] and summarises a slice of the columns for the whole
 # row. Column ids and fp32 numbers are exact in it. t = (logit - maximum) / softmax temperature.
 MAXIMUM = 0  # largest logit
 COLUMN = 1  # its lowest column, counted over the whole vocabulary
-SUM_EXP = 2  # sum of exp(t); excluded columns are left out, as from WEIGHTED
+SUM_EXP = 2  # sum of exp(t); SUM_EXP and WEIGHTED ignore excluded columns
 WEIGHTED = 3  # sum of exp(t) * t (score "entropy" only)
 SECOND = 4  # second largest logit (score "margin" only)
-NOISED = 5  # largest noised logit; MAXIMUM where there is no noise
+NOISED = 5  # largest noised logit; MAXIMUM if there is no noise
 TOKEN = 6  # its lowest column, counted over the whole vocabulary
-TOKEN_LOGIT = 7  # the noise-free logit there
+TOKEN_LOGIT = 7  # the noise-free logit of that column
 RECORD_FIELDS = 8
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Parameters of rows of logits; those that may be tensors then have one value a row, [R].
+    """Parameters of rows of logits; a parameter that is a tensor has one value per row, [R].
 
-    Tensors lie on the device of the logits, so rows of many requests share one launch.
+    Tensors are on the device of the logits, so rows of many requests share one launch.
 
     Attributes:
         temperature: >= 0, floating [R]; scale of the Gumbel noise with which a row's token is
-            drawn. At 0 the token is the best column.
+            sampled. At 0 the token is the best column.
         seed: 64-bit seed of the noise, int64 [R] (its bit pattern).
-        step: denoise step, int64 [R].
+        step: denoising step, int64 [R].
         positions: int64 [R], canvas position of each row; None: no noise.
-        purpose: separates draws that must not share their numbers.
-        is_tempered: whether the score is that of ``softmax(logits / temperature)`` (where that is
-            not 0).
+        purpose: selects an independent random stream for each kind of draw.
+        is_tempered: whether the score is that of ``softmax(logits / temperature)`` (unless the
+            temperature is 0).
         epsilon: > 0, fp32 [R]; the entropy is ``-sum p * log(p + epsilon)``.
         columns: at most 16 columns of the whole vocabulary, to which the masks below refer.
         forbidden: int32 [R]; bit i set: ``columns[i]`` reads as -inf.
-        excluded: int32 [R]; bit i set: the probability of ``columns[i]`` is 0 (the rest is
-            normalised without it), though it may still be the token.
-        filters: what is cut off before the draw; None: nothing. Only `candidates` filters.
+        excluded: int32 [R]; bit i set: the probability of ``columns[i]`` is 0 (the other columns
+            are normalised without it), though it may still be the token.
+        filters: filters to apply before sampling; None: no filter. Only `candidates` filters.
     """
 
     temperature: float | Tensor = 0.0
@@ -63,7 +63,7 @@ class Rows:
 
     @property
     def has_noise(self) -> bool:
-        """Whether some row's token may be drawn at a temperature above 0."""
+        """Whether the token of any row may be sampled at a temperature above 0."""
         if self.positions is None:
             return False
         return isinstance(self.temperature, Tensor) or self.temperature > 0
@@ -73,7 +73,7 @@ class Sampled(NamedTuple):
     """Results of sampling each row.
 
     Attributes:
-        token: int64 [R], the column with the largest noised logit, the lowest of equals.
+        token: int64 [R], the column with the largest noised logit, the lowest one of a tie.
         score: fp32 [R] (fp64 for fp64 logits). "confidence": the token's probability; 0 where it
             is excluded or no column is finite. "entropy": in nats; +inf where no column is finite.
             "margin": difference of the two largest probabilities; 0 where no column is finite.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a warp holds of a row of logits: segments of vectors of sixteen bytes, in shared memory.
+// The part of a row of logits that a warp holds: segments of 16-byte vectors in shared memory.
 
 #include <cstring>
 
@@ -10,10 +10,10 @@
 
 namespace flash_sample {
 
-constexpr int kVectors = 8;  // of 16 bytes, per lane and segment
-constexpr int kStages = 2;   // segments that a warp keeps
+constexpr int kVectors = 8;  // 16-byte vectors per lane and segment
+constexpr int kStages = 2;   // segments per warp in shared memory
 
-// Logits as they lie in a register, one or two of them, for comparisons.
+// One or two logits in the type of a register, for comparisons.
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline __half2 larger(__half2 a, __half2 b) { return __hmax2(a, b); }
 __device__ inline __nv_bfloat162 larger(__nv_bfloat162 a, __nv_bfloat162 b) {
@@ -83,20 +83,20 @@ __device__ inline void copy_async(uint4* target, const void* source) {
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for all groups of copies but the newest ones, of the stages that are not next.
+// Waits for all groups of copies except the last kStages - 1, which fill later stages.
 __device__ inline void wait_for_stage() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
 }
 
-// A lane owns vectors, 32 vectors apart: the loads of a warp are contiguous. Lanes touch nothing
-// but their own, so no barrier is needed. The share of a lane is the same whether the row is
-// aligned or not, so alignment does not change the result.
+// A segment of a row, of which each lane owns vectors that are 32 vectors apart, so that the loads
+// of a warp are contiguous. Lanes touch only their own vectors, so no barrier is needed. A lane
+// owns the same columns whether the row is aligned or not, so alignment does not change the result.
 template <typename T>
 struct Segment {
   static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kStride = kWarpSize * kWidth;  // columns from a lane's vector to its next
   static constexpr int kColumns = kVectors * kStride;
-  uint4* mine;  // in shared memory: this lane's vectors, 32 apart
+  uint4* mine;  // this lane's vectors in shared memory, 32 apart
   int lane;
   int first;  // column of the row that the segment starts with
 
@@ -108,8 +108,8 @@ struct Segment {
   __device__ int offset(int v) const { return offset(v, lane); }
   __device__ static int offset(int v, int lane) { return v * kStride + lane * kWidth; }
 
-  // One of the 32 words that a lane owns, a different one for each lane that asks; after a barrier
-  // of the warp.
+  // One of the 32 words that lane `owner` owns; each calling lane receives a different one. A
+  // barrier of the warp must precede the call.
   struct Word {
     typename Vector<T>::Packed logits;
     int first;  // column of the row
@@ -133,7 +133,7 @@ struct Segment {
     return vector.raw;
   }
 
-  // Starts to copy the columns of a row; those beyond it read as -inf.
+  // Starts to copy the columns of a row; columns beyond the row read as -inf.
   __device__ void load(const T* row, int num_columns) {
     const T* source = row + first + offset(0);
     const int count = num_columns - first;
@@ -163,7 +163,7 @@ struct Segment {
     }
   }
 
-  // Overwrites the columns of the row that `mask` names with -inf.
+  // Overwrites the columns that `mask` selects with -inf.
   __device__ void remove(const LogitsParams& params, int mask) {
     for (; mask != 0; mask &= mask - 1) {
       const int64_t column = params.rows.columns.ids[__ffs(mask) - 1] - params.first_column - first;
@@ -176,8 +176,8 @@ struct Segment {
   }
 };
 
-// The segments of one warp, share after share of its team's rows: kStages of them are in shared
-// memory or on their way there.
+// The segments of one warp, share after share of its team's rows. kStages segments are in shared
+// memory or being copied there.
 template <typename T>
 class Feed {
   using S = Segment<T>;
@@ -195,19 +195,19 @@ class Feed {
         share_(member.index),
         index_(member.index) {}
 
-  // To be called before the first segment is taken.
+  // Starts the first copies; called before the first segment is taken.
   __device__ void start() {
 #pragma unroll 1
     for (int stage = 0; stage < kStages; ++stage) load(stage);
   }
 
-  // The next segment.
+  // Waits for the next segment and returns it.
   __device__ S take(int index) {
     wait_for_stage();
     return at(stage_, index);
   }
 
-  // What was taken is no longer needed: another one takes its place.
+  // Frees the segment that was taken, and starts to copy another one into its memory.
   __device__ void release() {
     load(stage_);
     stage_ = (stage_ + 1) % kStages;
@@ -246,7 +246,7 @@ class Feed {
   int64_t row_;
   int share_;
   int index_;
-  int stage_ = 0;  // of the segment to take next
+  int stage_ = 0;  // stage of the segment to take next
 };
 
 }  // namespace flash_sample

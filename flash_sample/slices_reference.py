@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch references of sampling over slices of the vocabulary: ranks, or tiles one after another.
+"""PyTorch references of sampling over slices of the vocabulary: ranks, or consecutive tiles.
 
-They merge without ever exchanging or keeping logits::
+The slices are merged, and logits are never exchanged or kept::
 
     records = torch.stack([partial(slice, rows, score, first_column=...) for each slice])
     merge(records, rows, score)                # token, score and greedy column of the whole row
 
-except for the entropy's epsilon: where it matters, a second pass over each slice includes it::
+The merged entropy ignores the epsilon. If that matters, a second pass over each slice includes it::
 
     whole = join(records, rows)
     sum(entropy_share(slice, whole, rows, first_column=...) for each slice)
@@ -38,7 +38,8 @@ def partial(logits: Tensor, rows: Rows, score: Score, *, first_column: int = 0) 
     column = values.argmax(dim=-1)
     maximum = values.gather(-1, column[:, None]).squeeze(-1)
     shifted = tempered(masked(values, rows.columns, rows.excluded, first_column), maximum, rows)
-    exponentials = shifted.double().exp()  # of entropies near 0, fp32 sums would leave little
+    # fp32 sums would leave few significant digits of an entropy near 0
+    exponentials = shifted.double().exp()
     record = torch.zeros(len(logits), 8, dtype=torch.float64, device=logits.device)
     record[:, MAXIMUM] = maximum.double()
     record[:, COLUMN] = (column + first_column).double()
@@ -92,7 +93,7 @@ def join(records: Tensor, rows: Rows) -> Tensor:
 def merge(records: Tensor, rows: Rows, score: Score) -> Sampled:
     """Merge the records [P, R, 8] of slices into token, score and greedy column of whole rows.
 
-    The entropy is ``-sum p * log(p)``: it leaves out the epsilon.
+    The entropy is ``-sum p * log(p)``, without the epsilon.
     """
     whole = join(records, rows)
     maximum, total = whole[:, MAXIMUM], whole[:, SUM_EXP]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The blocks and warps that share a row, and how they tell each other what they found. Why they do
-// so this way stands in candidates.cu.
+// The blocks and warps that share a row, and how they exchange their results. candidates.cu
+// explains the design.
 
 #include <cstring>
 
@@ -11,21 +11,22 @@
 
 namespace flash_sample {
 
-constexpr int kShares = 64;  // of a row, at most
+constexpr int kShares = 64;  // shares per row, at most
 
-// This warp's place.
+// The position of this warp in its team.
 struct Member {
-  int index;       // among the warps of the team that reduce
-  int count;       // of those
-  int num_shares;  // of a row: those from `index` on, in steps of `count`, are this warp's
+  int index;  // index among the team's reducing warps
+  int count;  // number of the team's reducing warps
+  // Shares of a row. This warp reduces every `count`-th share, starting with `index`.
+  int num_shares;
   int64_t team;
   int64_t num_teams;
-  int num_blocks;  // of the team
+  int num_blocks;  // blocks per team
   bool joins;
 
   __device__ explicit Member(int num_segments) : num_shares(min(num_segments, kShares)) {
     const int warp = threadIdx.x / kWarpSize;
-    const int num_warps = blockDim.x / kWarpSize - 1;  // the last one joins
+    const int num_warps = blockDim.x / kWarpSize - 1;  // the last warp joins
 #if __CUDA_ARCH__ >= 900
     int rank, cluster, num_clusters;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -46,7 +47,7 @@ struct Member {
   __device__ bool reduces() const { return index < min(count, num_shares); }
 };
 
-// A barrier of the team in two halves, which orders the work of a block and barriers alone.
+// A barrier of the team in two halves. It orders only the work of a block and its barriers.
 __device__ inline void team_arrive() {
   __syncthreads();
 #if __CUDA_ARCH__ >= 900
@@ -78,17 +79,17 @@ __device__ inline void wait(const uint64_t& barrier, int phase) {
   }
 }
 
-// What was found in the shares of a row and of the one before; rows are numbered within the team.
-// The last block's copy counts. Other blocks send messages of counted bytes there; a team of one
-// block writes, and counts the shares.
+// The results of the shares of two consecutive rows, which are numbered within the team. The copy
+// in the last block is the one in use. If the team has several blocks, they send messages to it,
+// and the barrier counts bytes. A team of one block writes directly, and the barrier counts shares.
 template <typename Found>
 struct Mail {
   static_assert(sizeof(Found) % sizeof(uint4) == 0, "sent in vectors");
   Found found[2][kShares];
-  uint64_t full[2];   // barriers: all shares have come
-  uint64_t empty[2];  // they have been read
+  uint64_t full[2];   // barriers: all shares have arrived
+  uint64_t empty[2];  // barriers: all shares have been read
 
-  // To be followed by a barrier of the team.
+  // Initialises the barriers; a barrier of the team must follow.
   __device__ void open(const Member& member) {
     if (threadIdx.x != 0) return;
     const int num_arrivals = member.num_blocks > 1 ? 1 : member.num_shares;
@@ -99,7 +100,7 @@ struct Mail {
 #endif
   }
 
-  // Of one lane.
+  // Sends the result of a share; called by one lane.
   __device__ void send(int number, int share, const Found& mine, const Member& member) {
     const int half = number % 2;
     if (number >= 2) wait(empty[half], (number / 2 - 1) % 2);
@@ -111,7 +112,7 @@ struct Mail {
     }
   }
 
-  // Of the warp that joins: the shares of a row, once all are there.
+  // Waits for all shares of a row and returns them; called by the joining warp.
   __device__ const Found* receive(int number, const Member& member) {
     const int half = number % 2;
     if (member.num_blocks > 1 && threadIdx.x % kWarpSize == 0) {
@@ -124,7 +125,7 @@ struct Mail {
     return found[half];
   }
 
-  // Of the warp that joins, in a team of one block: what was received may be overwritten.
+  // Allows a row's results to be overwritten; called by the joining warp of a team of one block.
   __device__ void release(int number) {
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) arrive(shared_address(&empty[number % 2]));
@@ -162,15 +163,16 @@ struct Mail {
 #endif
 };
 
-// A bound of the largest noised logit of a row, from what the warps of a block have drawn so far.
-// Where they are in several rows, the last one counts.
+// A lower bound of the largest noised logit of a row, from the draws of a block's warps so far. If
+// the warps are in different rows, the bound is that of the last row.
 class SharedBound {
  public:
   __device__ void open() {
     if (threadIdx.x == 0) best_ = 0;
   }
 
-  // -inf: none is known. The same for all lanes, which may well read different values.
+  // Returns the bound of a row, or -inf if none is known. All lanes return the value of lane 0,
+  // because they may read different values.
   __device__ float of(int number) const {
     const uint64_t best = *static_cast<const volatile uint64_t*>(&best_);
     const bool is_known = static_cast<int>(best >> 32) == number + 1;
@@ -178,7 +180,7 @@ class SharedBound {
     return __shfl_sync(kFullMask, is_known ? bound : negative_infinity(), 0);
   }
 
-  // Of one lane; a number that the best noised logit reaches.
+  // Raises the bound to a number that the best noised logit reaches; called by one lane.
   __device__ void raise(int number, float bound) {
     const uint32_t key = static_cast<uint32_t>(ordered(bound)) ^ kSign;
     atomicMax(reinterpret_cast<unsigned long long*>(&best_),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Uniform random numbers of rows and columns: one thread writes the four columns of a counter.
+// Uniform random numbers for rows and columns. One thread writes the four columns of a counter.
 
 #include <climits>
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton products over gathered rows: some rows times the output matrix, tokens times experts.
 
-Nothing is built: kernels are compiled at first use. Importing never fails; without Triton
-(`is_built`) everything runs in PyTorch.
+There is no build step: kernels are compiled at first use. The import never fails; without Triton
+(see `is_built`) everything runs in PyTorch.
 """
 
 from ._ops import gather_gemm, is_built

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operations: check the arguments, then launch a kernel or run the reference."""
+"""Public operations: they check the arguments, then launch a kernel or run the reference."""
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ def gather_gemm(
 ) -> Tensor:
     """Multiply some rows by a transposed weight, without storing the gathered rows.
 
-    Sums in fp32. On CUDA the Triton kernel where Triton is installed, and on CPU under Triton's
-    interpreter (``TRITON_INTERPRET=1``, fp32 and fp16); else the reference.
+    Sums are fp32. On CUDA the Triton kernel runs if Triton is installed. On a CPU it runs under
+    Triton's interpreter (``TRITON_INTERPRET=1``, fp32 and fp16). Otherwise the reference runs.
 
     Args:
         x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
-        rows: int64 [R], each in [0, T); in any order, repeats allowed. Not checked: looking at
-            values on a GPU would make the host wait for it. None takes all rows as they are.
+        rows: int64 [R], each in [0, T); in any order, repeats allowed. Not checked, because the
+            host would wait for values on a GPU. None takes all rows in order.
         weight: [N, D] of the same dtype; rows may be strided, D is contiguous.
         out: [R, N] of the same dtype; rows may be strided. Allocated when not given.
 
@@ -57,7 +57,7 @@ def gather_gemm(
 
 
 def _num_rows(op: str, x: Tensor, rows: Tensor | None) -> int:
-    """Return R, after checking the shape of `rows`."""
+    """Check the shape of `rows` and return R."""
     if rows is None:
         return len(x)
     if rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:

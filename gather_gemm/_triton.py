@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton here: its kernels, and the tensors that they can take."""
+"""Access to Triton: loading modules of kernels, and the tensors that the kernels support."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# Triton reads it when a kernel is decorated, that is when its module is imported.
+# Triton reads the variable when a kernel is decorated, which is when its module is imported.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def load_kernels(name: str) -> ModuleType | None:
-    """Import a module of kernels of this room; None if Triton is missing or does not load."""
+    """Import a module of kernels of this package; None if Triton is missing or does not load."""
     try:
         return import_module(f".{name}", __package__)
     except ModuleNotFoundError:
@@ -35,11 +35,11 @@ def load_kernels(name: str) -> ModuleType | None:
 def can_take(x: Tensor) -> bool:
     """Whether the kernels run on this tensor: on CUDA, and under the interpreter anywhere.
 
-    The interpreter's dot product takes the bit patterns of bf16 for integers.
+    The interpreter does not support bf16: its dot product reads the bit patterns as integers.
     """
     return x.dtype != torch.bfloat16 if _IS_INTERPRETED else x.is_cuda
 
 
 def guard(x: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current, as a kernel is launched on the current device."""
+    """Make the tensor's device current, because a kernel is launched on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of consecutive groups of rows, each group with a matrix of its own.
+"""Products of consecutive groups of rows, where each group has its own matrix.
 
-The rows of an expert are such a group. No group is padded to the size of another, an empty one
-costs nothing, and launches depend on shapes alone. On CUDA Triton kernels run; without Triton the
-references, which copy `ends` to the host.
+The rows of an expert are such a group. No group is padded to the size of another, an empty group
+costs nothing, and launches depend on shapes alone. Triton kernels run on CUDA. Without Triton the
+references run, which copy `ends` to the host.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def gated_gemm(
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
-        slots: int32 [S]: row * k + any place below k, sorted by expert. Not checked:
-            looking at values on a GPU would make the host wait for it.
+        slots: int32 [S]: row * k + any index below k, sorted by expert. Not checked, because the
+            host would wait for values on a GPU.
         num_chosen: k.
         weight: [E, 2I, D] of the same dtype, or fp8 (e4m3), the gate's rows first; D is contiguous.
-        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
+        ends: int32 [E], the end of each group's rows: non-decreasing, the last one S. Not checked.
         weight_scales: [E, 2I] fp32, factors of the sums with an fp8 weight.
 
     Returns:
@@ -75,22 +75,22 @@ def weighted_gemm(
     early: bool = False,
     weight_scales: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each group of rows by its own matrix, transposed, into weighted terms in slots.
+    """Multiply each group of rows by its own transposed matrix, and write weighted terms by slot.
 
-    Sums are in fp32.
+    Sums are fp32.
 
     Args:
         x: [S, D] bf16, fp16 or fp32, the rows of group 0 first; rows may be strided, D is
             contiguous.
-        weight: [E, N, D] of the same dtype, or fp8 (e4m3), a matrix a group; D is contiguous.
+        weight: [E, N, D] of the same dtype, or fp8 (e4m3), one matrix per group; D is contiguous.
         ends: int32 [E], as for `gated_gemm`.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] of the dtype of x, R * k = S, contiguous.
-        is_weighted: whether products are weighted; else the weights, of any dtype, give only the
-            shape.
-        early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
-            stream ends: only where that kernel is one of `gated_gemm` or of this product, which
-            start when `ends` is written.
+        is_weighted: whether products are weighted; if not, only the shape of the weights, of any
+            dtype, is used.
+        early: allow the kernel to read `ends` and fetch `weight` while the previous kernel of the
+            stream ends. Requires that this kernel belongs to `gated_gemm` or to this product,
+            because these start only after `ends` is written.
         weight_scales: [E, N] fp32, factors of the sums with an fp8 weight.
 
     Returns:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Triton kernels of the grouped products: each group of rows times a matrix of its own.
+"""Triton kernels of the grouped products: each group of rows times its own matrix.
 
-Few rows a group make the products a stream of weights, so the weights are the left operand: their
-rows fill the 64 rows of a tensor-core instruction, and the group's few rows its columns.
+With few rows per group, reading the weights takes most of the time. So the weights are the left
+operand: their rows fill the 64 rows of a tensor-core instruction, and the group's few rows fill its
+columns.
 """
 
 import functools
@@ -29,9 +30,9 @@ def _find_tile(
 ):
     """Find this program's group, its first row, the end of the group's rows, and its columns.
 
-    Programs are ordered by group, then by columns, then by rows: those that run together share a
-    tile of the weight. A program past the last tile gets no rows. Loads bypass L1, which may hold
-    outdated values where an earlier kernel still runs.
+    Programs are ordered by group, then by columns, then by rows, so that programs that run at the
+    same time share a tile of the weight. A program past the last tile gets no rows. Loads bypass
+    L1, which may hold outdated values while an earlier kernel still runs.
     """
     program = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
@@ -97,8 +98,8 @@ def gated_kernel(
     x,  # [T, D]
     slots,  # [S] int32
     weight,  # [E * 2 * I, D]
-    weight_rows,  # the same, by pointer
-    scales,  # [E * 2 * I] fp32 of an fp8 weight, or None
+    weight_rows,  # pointer to the same matrix
+    scales,  # [E * 2 * I] fp32 for an fp8 weight, or None
     ends,  # [E] int32
     out,  # [S, I]
     num_groups,
@@ -185,8 +186,8 @@ def gated_kernel(
 def weighted_kernel(
     x,  # [S, D]
     weight,  # [E * N, D]
-    weight_rows,  # the same, by pointer
-    weight_scales,  # [E * N] fp32 of an fp8 weight, or None
+    weight_rows,  # pointer to the same matrix
+    weight_scales,  # [E * N] fp32 for an fp8 weight, or None
     ends,  # [E] int32
     slots,  # [S] int32
     scales,  # [S], or None
@@ -272,7 +273,7 @@ def launch_gated(
     num_groups, _, depth = weight.shape
     num_rows, width = out.shape
     config = config or choose_gated(num_rows, num_groups, x.element_size(), _shared_bytes(x.device))
-    rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
+    rows = weight.flatten(0, 1)  # A view, or a copy if the groups are not contiguous.
     gated_kernel[_grid(num_rows, width, num_groups, config)](
         x,
         slots,
@@ -306,11 +307,11 @@ def launch_weighted(
     """Enqueue ``out = x @ weight.T`` by groups; the arguments are checked.
 
     Row i is weighted, if there are weights, and becomes row ``slots[i]`` of `out`. If `early`,
-    `ends` and `weight` are read before the kernel before this one has ended.
+    `ends` and `weight` are read before the previous kernel has ended.
     """
     num_groups, num_columns, depth = weight.shape
     config = config or choose_product(len(x), num_groups, x.element_size(), _shared_bytes(x.device))
-    rows = weight.flatten(0, 1)  # a view, or a copy of what is strided between the groups
+    rows = weight.flatten(0, 1)  # A view, or a copy if the groups are not contiguous.
     weighted_kernel[_grid(len(x), num_columns, num_groups, config)](
         x,
         _tiled(rows, config),
@@ -333,7 +334,7 @@ def launch_weighted(
 
 
 def _options(weight: Tensor, num_groups: int, config: GroupedConfig) -> dict[str, int | bool]:
-    """Compile-time options of both kernels."""
+    """Return the compile-time options of both kernels."""
     uses_tma, can_overlap = _has_tma(weight), overlaps(weight.device)
     return {
         "GROUPS": triton.next_power_of_2(num_groups),
@@ -355,7 +356,7 @@ def _grid(num_rows: int, num_columns: int, num_groups: int, config: GroupedConfi
 
 
 def _tiled(matrix: Tensor, config: GroupedConfig) -> TensorDescriptor | Tensor:
-    """Return a descriptor for the tensor copy engine, or the matrix if the engine cannot."""
+    """Return a descriptor for the tensor copy engine, or the matrix if it is not supported."""
     if not _has_tma(matrix):
         return matrix
     tile = [config.columns, config.depth]
@@ -363,7 +364,7 @@ def _tiled(matrix: Tensor, config: GroupedConfig) -> TensorDescriptor | Tensor:
 
 
 def _has_tma(matrix: Tensor) -> bool:
-    """Whether the tensor copy engine reads this matrix: from Hopper on, whole 16 bytes a row."""
+    """Whether the tensor copy engine reads this matrix: from Hopper on, rows on whole 16 bytes."""
     if matrix.is_cuda and _capability(matrix.device)[0] < 9:
         return False
     row_bytes = matrix.stride(0) * matrix.element_size()
@@ -372,7 +373,7 @@ def _has_tma(matrix: Tensor) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability that `VLLM_DLLM_KERNELS` names, or the card's."""
+    """Return the compute capability that `VLLM_DLLM_KERNELS` sets, or the card's."""
     given = os.environ.get("VLLM_DLLM_KERNELS")
     if given:
         return tuple(map(int, given.split(".")))
@@ -381,10 +382,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory, in bytes, that a program may use besides its barriers."""
+    """Return the bytes of shared memory that a program may use in addition to its barriers."""
     if device.type != "cuda":
         return 96 * 1024
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    if _capability(device) < (9, 0):  # named, or the card's own
+    if _capability(device) < (9, 0):  # set by the variable, or the card's own
         most = min(most, (163 if _capability(device) == (8, 0) else 99) * 1024)
     return most - 1024

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import LaunchConfig, TopConfig
 
 
-# Row counts come and go: no kernel of its own for 1, or for multiples of 16.
+# Row counts change often, so there is no specialised kernel for 1 row or for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def gather_gemm_kernel(
     x,  # [T, D]
@@ -29,13 +29,14 @@ def gather_gemm_kernel(
     BLOCK_DEPTH: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    # Row blocks are the fast axis: programs that run together share a tile of the weight.
+    # Row blocks are the fast axis, so that programs that run at the same time share a tile of the
+    # weight.
     row_ids = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column_ids = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     depth_ids = tl.arange(0, BLOCK_DEPTH)
     row_mask = row_ids < num_rows
     column_mask = column_ids < num_columns
-    # 64-bit offsets: x and out of long sequences pass 2^31 elements.
+    # Offsets are 64-bit, because x and out of long sequences have more than 2^31 elements.
     x_ids = row_ids.to(tl.int64)
     if GATHERED:
         x_ids = tl.load(rows + row_ids, mask=row_mask, other=0).to(tl.int64)
@@ -86,7 +87,7 @@ def launch(
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
         BLOCK_DEPTH=config.block_depth,
-        # fp32 inputs keep fp32 products: tf32 would lose half of their bits.
+        # fp32 inputs keep fp32 products, because tf32 would lose half of their bits.
         INPUT_PRECISION="ieee",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -95,7 +96,7 @@ def launch(
 
 @triton.jit
 def _hide(logits, column_ids, bits, c0, c1, c2, c3):
-    """Put -inf in those columns c of logits [ROWS, COLUMNS] whose bit is set in bits [ROWS]."""
+    """Set to -inf the columns c of logits [ROWS, COLUMNS] whose bit is set in bits [ROWS]."""
     bits = bits[:, None]
     logits = tl.where((column_ids == c0)[None, :] & ((bits & 1) != 0), -float("inf"), logits)
     logits = tl.where((column_ids == c1)[None, :] & ((bits & 2) != 0), -float("inf"), logits)
@@ -110,8 +111,8 @@ def _is_within(column, first, COLUMNS: tl.constexpr):
 
 _NUMBERS = ["num_rows", "forbidden", "excluded", "has_forbidden_rows", "has_excluded_rows"]
 _NUMBERS += ["c0", "c1", "c2", "c3"]
-# Slices of one buffer, which lie on whole 16 bytes with some row counts and not with others; they
-# are read and written number by number.
+# Slices of one buffer, which start on 16 bytes for some row counts and not for others. They are
+# read and written number by number.
 _SLICES = ["rows", "maximum", "column", "sum_exp", "forbidden_rows", "excluded_rows"]
 
 
@@ -123,10 +124,10 @@ def top_tiles_kernel(
     maximum,  # [R, tiles] fp32
     column,  # [R, tiles] int32
     sum_exp,  # [R, tiles] fp32
-    forbidden,  # bit i is set: column ci of all rows reads as -inf
-    forbidden_rows,  # [R] int32, the same by row, read where has_forbidden_rows
+    forbidden,  # bit i is set: column ci reads as -inf in all rows
+    forbidden_rows,  # [R] int32, the same by row; read if has_forbidden_rows
     has_forbidden_rows,
-    excluded,  # likewise; the column is not in the sum
+    excluded,  # the same for columns that the sum leaves out
     excluded_rows,
     has_excluded_rows,
     c0,
@@ -145,7 +146,8 @@ def top_tiles_kernel(
     TRANSPOSED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    # Row blocks are the fast axis: programs that run together share a tile of the weight.
+    # Row blocks are the fast axis, so that programs that run at the same time share a tile of the
+    # weight.
     num_row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     row_block = tl.program_id(0) % num_row_blocks
     tile = tl.program_id(0) // num_row_blocks
@@ -158,7 +160,8 @@ def top_tiles_kernel(
     else:
         x_ids = tl.minimum(row_ids, num_rows - 1).to(tl.int64)
     x_rows = x + x_ids[:, None] * x_stride + depth_ids[None, :]
-    # Few rows are the narrow side of the tile: the tensor cores want at least 64 of the other.
+    # Few rows are the narrow side of the tile, because the tensor cores need at least 64 of the
+    # other side.
     if TRANSPOSED:
         total = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), dtype=tl.float32)
     else:
@@ -172,11 +175,12 @@ def top_tiles_kernel(
             total = tl.dot(left, right.T, total, input_precision=INPUT_PRECISION)
     if TRANSPOSED:
         total = total.T
-    # A logit is what the stored product would be: ties and sums are those of the rounded numbers.
+    # Round each logit as the stored product would be, so that ties and sums use the rounded
+    # numbers.
     logits = total.to(weight.dtype).to(tl.float32)
     column_ids = first_column + tl.arange(0, BLOCK_COLUMNS)
     logits = tl.where((column_ids < num_columns)[None, :], logits, -float("inf"))
-    # Few tiles have one of the special columns.
+    # Only few tiles contain one of the special columns.
     is_special = _is_within(c0, first_column, BLOCK_COLUMNS)
     is_special |= _is_within(c1, first_column, BLOCK_COLUMNS)
     is_special |= _is_within(c2, first_column, BLOCK_COLUMNS)
@@ -215,7 +219,7 @@ def merge_tiles_kernel(
     column,  # [R] int64
     sum_exp,  # [R] fp32
     probability,  # [R] fp32
-    excluded,  # this and what follows as above
+    excluded,  # this and the next six arguments: as for top_tiles_kernel
     excluded_rows,
     has_excluded_rows,
     c0,
@@ -234,7 +238,7 @@ def merge_tiles_kernel(
     columns = tl.load(tile_column + at, mask=mask, other=0)
     sums = tl.load(tile_sum_exp + at, mask=mask, other=0.0)
     best = tl.max(maxima, axis=0)
-    # Where the maximum is NaN, no tile has it.
+    # If the maximum is NaN, no tile equals it.
     lowest = tl.min(tl.where((maxima == best) & mask, columns, num_columns - 1), axis=0)
     shift = tl.where(best == -float("inf"), 0.0, best)
     tl.store(maximum + row, best)
@@ -304,5 +308,5 @@ def launch_top(
 
 
 def _mask(mask: int | Tensor, unread: Tensor) -> tuple[int, Tensor, int]:
-    """Split a mask into value for all rows, values by row, and whether the latter count."""
+    """Split a mask into the value for all rows, values by row, and whether the latter are used."""
     return (0, mask, 1) if isinstance(mask, Tensor) else (mask, unread, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch choices of the products, as data."""
+"""Launch configurations of the products, as data."""
 
 from dataclasses import dataclass, replace
 
@@ -18,9 +18,9 @@ class LaunchConfig:
 def choose_config(num_rows: int, element_bytes: int) -> LaunchConfig:
     """Choose the tile for a number of gathered rows of 2-byte or 4-byte elements.
 
-    Few rows read the weight once and are bound by it: narrow tiles, so that many programs share the
-    reading. Many rows are bound by arithmetic: wide tiles, so that operands are used again. The
-    pipeline's stages hold at most 96 KiB, which every target has.
+    With few rows, reading the weight decides the time, so tiles are narrow and many programs share
+    the reading. With many rows, arithmetic decides, so tiles are wide and operands are reused. The
+    pipeline's stages take at most 96 KiB, which every target has.
     """
     depth = 128 // element_bytes
     if num_rows <= 16:
@@ -63,11 +63,11 @@ class GroupedConfig:
 
     Attributes:
         rows: rows of a group.
-        columns: columns of the result; a gated product computes the gates' columns besides.
+        columns: columns of the result; a gated product computes the gates' columns in addition.
         depth: depth of one step of the sum.
         num_warps, num_stages: Triton's launch options.
-        ahead: cache lines of each row of the weight that a program prefetches as soon as it knows
-            its tile, on GPUs where kernels overlap: a power of two, or none.
+        ahead: cache lines of each row of the weight that a program prefetches once it has found its
+            tile, on GPUs where kernels overlap: a power of two, or 0.
     """
 
     rows: int
@@ -78,13 +78,13 @@ class GroupedConfig:
     ahead: int = 0
 
     def stage_bytes(self, element_bytes: int, num_weights: int) -> int:
-        """Bytes of shared memory of one stage of the pipeline."""
+        """Return the bytes of shared memory per stage of the pipeline."""
         return (self.rows + num_weights * self.columns) * self.depth * element_bytes
 
 
-# The most rows of an average group, and the tile up to there. Tiles of few rows stream the
-# weights; those of many are bound by arithmetic. Measured on an H200 with 64 groups of [2048, 2048]
-# and [2048, 1024] matrices in bf16.
+# The maximum number of rows of an average group, and the tile for it. With few rows the weights are
+# streamed; with many rows the tiles are bound by arithmetic. Measured on an H200 with 64 groups of
+# [2048, 2048] and [2048, 1024] matrices in bf16.
 _GATED = (
     (8, GroupedConfig(16, 64, 128, num_warps=4, num_stages=3)),
     (16, GroupedConfig(32, 64, 64, num_warps=4, num_stages=3)),
@@ -97,28 +97,28 @@ _PRODUCT = (
     (64, GroupedConfig(64, 128, 64, num_warps=4, num_stages=3)),
     (None, GroupedConfig(128, 128, 64, num_warps=8, num_stages=3)),
 )
-# fp32 products run on the ordinary units, from registers: small tiles.
+# fp32 products run on the ordinary units, from registers, so their tiles are small.
 _WIDE = GroupedConfig(16, 64, 32, num_warps=4, num_stages=2)
 
 
 def choose_gated(
     num_rows: int, num_groups: int, element_bytes: int, shared_bytes: int
 ) -> GroupedConfig:
-    """Choose the tile of the gated product of `num_rows` rows in all, within `shared_bytes`."""
+    """Choose the tile of the gated product of `num_rows` rows in total, within `shared_bytes`."""
     return _choose(_GATED, 2, num_rows, num_groups, element_bytes, shared_bytes)
 
 
 def choose_product(
     num_rows: int, num_groups: int, element_bytes: int, shared_bytes: int
 ) -> GroupedConfig:
-    """Choose the tile of the plain product of `num_rows` rows in all, within `shared_bytes`."""
+    """Choose the tile of the plain product of `num_rows` rows in total, within `shared_bytes`."""
     return _choose(_PRODUCT, 1, num_rows, num_groups, element_bytes, shared_bytes)
 
 
 def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Return the most tiles that any division of the rows into groups can need.
+    """Return the maximum number of tiles over all divisions of the rows into groups.
 
-    Every group that has rows at all has one tile, and one more for each further whole tile.
+    Every group with rows has one tile, and one more for each further whole tile.
     """
     started = min(num_rows, num_groups)
     return started + (num_rows - started) // tile_rows

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Programmatic dependent launch: a kernel gets onto the GPU while the one before it ends.
+"""Programmatic dependent launch: a kernel is scheduled while the previous kernel ends.
 
-It waits there until everything that the earlier kernel wrote is visible, so nothing is read or
-written too early; this saves the time of a launch, which many short kernels would each pay.
+It then waits until everything that the earlier kernel wrote is visible, so nothing is read or
+written too early. This saves the launch latency, which many short kernels would each pay.
 """
 
 import functools
@@ -16,9 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(OVERLAPS: tl.constexpr):
-    """Wait for the kernels before this one, then let the next get ready; first in a kernel.
+    """Wait for the previous kernels, then allow the next kernel to start; first call of a kernel.
 
-    Data written before the kernel before this one is visible to the next at once.
+    The next kernel can read, without waiting, data that was written before the previous kernel.
     """
     if OVERLAPS:
         gdc_wait()
@@ -27,10 +27,10 @@ def begin(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def begin_open(OVERLAPS: tl.constexpr):
-    """Let the next kernel get ready at once, then wait for the kernels before this one.
+    """Allow the next kernel to start at once, then wait for the previous kernels.
 
-    The kernel after the next gets ready, too, if that one does this. For a short kernel before one
-    that reads weights while it waits.
+    If the next kernel calls this too, the kernel after it may also start. Meant for a short kernel
+    in front of one that reads weights while it waits.
     """
     if OVERLAPS:
         gdc_launch_dependents()

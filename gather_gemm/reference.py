@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_LEAST = -3.0e38  # what counts as NaN and -inf where experts are chosen
+_LEAST = -3.0e38  # replaces NaN and -inf when experts are chosen
 
 
 def gather_gemm(
@@ -79,7 +79,7 @@ def route(
 
 
 def _with_shared(weights: Tensor, slots: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add an expert of all rows: the first expert, in the last place of each row."""
+    """Add an expert of all rows: it is the first expert, and the last entry of each row."""
     num_rows, num_chosen = weights.shape
     rows = torch.arange(num_rows, dtype=slots.dtype, device=slots.device)
     return (
@@ -100,7 +100,7 @@ def _kept_groups(ranks: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _kept_in_windows(ranks: Tensor, scoring: Scoring) -> Tensor:
-    """Mark, [R, E] bool, the experts that the window of each row may choose."""
+    """Mark, [R, E] bool, the experts that the window of each row allows."""
     num_rows, num_experts = ranks.shape
     missing = -num_rows % scoring.window
     padded = torch.nn.functional.pad(ranks, (0, 0, 0, missing), value=-torch.inf)
@@ -111,9 +111,9 @@ def _kept_in_windows(ranks: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _best(ranks: Tensor, count: int) -> Tensor:
-    """Return the columns of the `count` largest of each row; among equals the lowest.
+    """Return the columns of the `count` largest numbers of each row; ties go to the lowest column.
 
-    The sort is stable, as topk leaves the order of equals open.
+    The sort is stable, because topk does not define the order of equal numbers.
     """
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
@@ -121,7 +121,7 @@ def _best(ranks: Tensor, count: int) -> Tensor:
 def _group_ends(chosen: Tensor, num_experts: int) -> Tensor:
     """Return the end [E] int32 of each expert's rows when the rows are sorted by expert.
 
-    It sums ones instead of calling `bincount`, which makes the host wait for a GPU.
+    It sums ones instead of calling `bincount`, because `bincount` makes the host wait for a GPU.
     """
     counts = torch.zeros(num_experts, dtype=torch.int32, device=chosen.device)
     ones = torch.ones((), dtype=torch.int32, device=chosen.device)
@@ -154,7 +154,7 @@ def gated(gate_up: Tensor) -> Tensor:
 def weighted_terms(
     down: Tensor, slots: Tensor, weights: Tensor, *, is_weighted: bool = True
 ) -> Tensor:
-    """Put rows [S, D], in the order of `slots`, back as [R, k, D], weighted by [R, k]."""
+    """Put rows [S, D], which are in the order of `slots`, back as [R, k, D], weighted by [R, k]."""
     terms = torch.empty_like(down)
     terms[slots] = down
     terms = terms.view(*weights.shape, down.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of rows to experts, the order in which they reach them, and the sum of their terms."""
+"""Routing of rows to experts, the order of the rows by expert, and the sum of their terms."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 _kernels = load_kernels("routing_kernel")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_EXPERTS = 1024  # a block of the kernel holds whole rows
+MAX_EXPERTS = 1024  # a program of the kernel holds whole rows
 
 
 class Routing(NamedTuple):
     """Routing of rows to their experts. A slot is a row's place for one of its k terms.
 
-    If an expert of all rows is asked for, it is the first of E + 1, and has, with the weight 1, the
-    last of the k + 1 places of a row; then read E + 1 and k + 1 here.
+    With `has_shared`, all rows share one more expert. It is the first of E + 1 experts, has the
+    weight 1, and takes the last of the k + 1 places of a row. Then E and k below mean E + 1 and k +
+    1.
 
     Attributes:
-        weights: [R, k], of a row's experts in ascending order.
-        slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, and by
+        weights: [R, k], weights of a row's experts, in ascending order of experts.
+        slots: int32 [R * k]: row * k + index among the row's experts, sorted by expert, and by
             row within an expert.
         ends: int32 [E], the end of each expert's part of `slots`.
     """
@@ -50,16 +51,17 @@ def route(
     """Choose experts for each row by their scores in fp32.
 
     By default the weights are the probabilities of the chosen experts, not normalised to sum 1.
-    Among equals the lowest expert, or group of them, is chosen. On CUDA one kernel runs for few
-    rows and two for many, and PyTorch for windows of more than 16,384 scores; launches depend on
+    Ties go to the lowest expert, or the lowest group of experts. On CUDA one kernel runs for few
+    rows and two for many. PyTorch runs for windows of more than 16,384 scores. Launches depend on
     shapes alone, and the result does not depend on the order in which blocks run.
 
     Args:
         logits: [R, E] bf16, fp16 or fp32, E at most 1,024; rows may be strided.
         num_chosen: k, from 1 to E.
         bias: fp32 [E], added to the scores for the choice only.
-        scoring: conversion of logits to a choice and weights; the groups that it keeps have at
-            least k experts, every group at least two. With windows, the first row begins one.
+        scoring: conversion of logits to a choice and weights. The groups that it keeps must have
+            at least k experts in total, and every group at least two. With windows, the first row
+            starts a window.
         has_shared: whether all rows have one more expert.
 
     Returns:
@@ -91,17 +93,17 @@ def route_rows(
 ) -> Routing:
     """Choose experts by the logits ``x @ gate.T``, rounded to the dtype unless `Scoring.in_fp32`.
 
-    Sums in fp32.
+    Sums are fp32.
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
-        gate: [E, D] of the same dtype, E at most 1,024; likewise. It may be read before the kernel
-            before in the stream ends, which must not write it.
+        gate: [E, D] of the same dtype, E at most 1,024, with the same strides allowed. It may be
+            read before the previous kernel of the stream ends, so that kernel must not write it.
         num_chosen: k, from 1 to E.
         bias, scoring, has_shared: as for `route`.
-        in_parts: on CUDA, unless in fp32, a kernel multiplies by parts of the depth, which suits
-            few rows, and the kernel that chooses takes the sum of the parts; else PyTorch's
-            product.
+        in_parts: on CUDA, for 16-bit dtypes, a kernel computes the product in parts of the depth,
+            which suits few rows, and the kernel that chooses adds the parts. Otherwise PyTorch
+            computes the product.
 
     Returns:
         weights in the dtype of x, or fp32.
@@ -127,7 +129,10 @@ def route_rows(
 
 
 def _kernels_for(rows: Tensor, num_experts: int, scoring: Scoring) -> ModuleType | None:
-    """Return the kernels, if they choose: not for no rows, or where no program holds a window."""
+    """Return the kernels if they support this choice, else None.
+
+    They do not support zero rows, or a window that does not fit into a program.
+    """
     if _kernels is None or not can_take(rows) or len(rows) == 0:
         return None
     return _kernels if _kernels.holds_window(num_experts, scoring.window) else None
@@ -137,7 +142,7 @@ def _router_logits(x: Tensor, gate: Tensor, scoring: Scoring) -> Tensor:
     """Compute ``x @ gate.T`` [R, E] in PyTorch, in fp32 if `Scoring.in_fp32`."""
     if not scoring.in_fp32 or x.dtype == torch.float32:
         return torch.mm(x, gate.t())
-    if x.is_cuda:  # the products of 16-bit numbers are exact in fp32
+    if x.is_cuda:  # The products of 16-bit numbers are exact in fp32.
         return torch.mm(x, gate.t(), out_dtype=torch.float32)
     return torch.mm(x.to(torch.float32), gate.to(torch.float32).t())
 
@@ -164,13 +169,14 @@ def sum_terms(
 ) -> Tensor:
     """Sum each row's terms, first to last.
 
-    Without weights every sum is rounded to the dtype; with them the terms are weighted and added in
-    fp32, and the total is rounded once. The addend comes last, and that sum is rounded as well.
+    Without weights every sum is rounded to the dtype. With weights the terms are weighted and added
+    in fp32, and the total is rounded once. The addend is added last, and that sum is rounded as
+    well.
 
     Args:
-        terms: [R, k, D] bf16, fp16 or fp32; those of a row are contiguous.
+        terms: [R, k, D] bf16, fp16 or fp32; the terms of a row are contiguous.
         weights: fp32 [R, k], or None; rows may be strided.
-        addend: [R, D] of the dtype of the terms, or None; likewise.
+        addend: [R, D] of the dtype of the terms, or None; rows may be strided.
         out: Like the addend, written; allocated when not given.
         adds: Whether the sum is added to `out`, which must be given.
 

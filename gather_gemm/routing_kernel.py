@@ -2,9 +2,9 @@
 # mypy: ignore-errors
 """Triton kernels around the experts: scores and choice, the order of the rows, the final sum.
 
-The product with the router is small, so its time is latency. It is cut along the depth into one
-program a tile, which read their part of the router while the kernel before ends; the kernel that
-chooses adds the parts.
+The product with the router is small, so latency decides its time. It is divided along the depth,
+with one program per tile. The programs read their part of the router while the previous kernel
+ends. The kernel that chooses the experts adds the parts.
 """
 
 import torch
@@ -16,12 +16,12 @@ from .overlap import begin_open, overlaps
 from .scoring import Scoring
 
 
-# Row counts come and go: no kernel has a variant for 1 row, or for multiples of 16.
+# Row counts change often, so no kernel is specialised for 1 row or for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def score_kernel(
     x,  # [R, D]
     gate,  # [E, D]
-    parts,  # [P, R, E] fp32, written: the products of one tile of the depth each
+    parts,  # [P, R, E] fp32, written: the products of each tile of the depth
     num_rows,
     num_experts,
     depth,
@@ -42,7 +42,7 @@ def score_kernel(
         mask=is_expert[:, None] & is_deep[None, :],
         other=0.0,
     )
-    begin_open(OVERLAPS)  # what was read before is a weight, which no kernel writes
+    begin_open(OVERLAPS)  # Only a weight was read so far, and no kernel writes weights.
     right = tl.load(
         x + row_ids.to(tl.int64)[None, :] * x_stride + depth_ids[:, None],
         mask=is_row[None, :] & is_deep[:, None],
@@ -64,11 +64,11 @@ def _sum_of_parts(
     LINES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Load logits [LINES, EXPERTS] fp32; -inf where there are none.
+    """Load logits [LINES, EXPERTS] fp32, the sum of their parts; -inf outside the rows and experts.
 
-    Pieces of rows are loaded, the first ones of all rows first, that fill a warp with 16 bytes a
-    thread. So Triton gives all pieces of a row to one warp, and no search for its best waits for
-    other warps.
+    Rows are loaded in pieces that fill a warp with 16 bytes per thread, the first pieces of all
+    rows first. So Triton gives all pieces of a row to one warp, and the search for a row's best
+    expert never waits for other warps.
     """
     WIDTH: tl.constexpr = 128 if EXPERTS > 128 else EXPERTS
     PIECES: tl.constexpr = EXPERTS // WIDTH
@@ -79,7 +79,7 @@ def _sum_of_parts(
     inside = (row_ids < num_rows)[:, None] & (columns < num_experts)
     total = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
-        more = logits + part * num_rows * logits_stride + at  # parts are contiguous
+        more = logits + part * num_rows * logits_stride + at  # Parts are contiguous.
         total += tl.load(more, mask=inside, other=float("-inf"))
     total = tl.permute(tl.reshape(total, (PIECES, LINES, WIDTH)), (1, 0, 2))
     return tl.reshape(total, (LINES, EXPERTS))
@@ -99,7 +99,7 @@ def _scores(logits, is_row, is_expert, IS_SIGMOID: tl.constexpr):
 
 @triton.jit
 def _at_least(ranks):
-    """Replace NaN and -inf by the least number: their row still chooses the lowest experts."""
+    """Replace NaN and -inf by the least number, so that such rows choose the lowest experts."""
     return tl.where(ranks > -3.0e38, ranks, -3.0e38)
 
 
@@ -121,7 +121,7 @@ def _group_sums(ranks, num_experts, NUM_GROUPS: tl.constexpr, EXPERTS: tl.conste
 
 @triton.jit
 def _even_group_sums(ranks, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Compute `_group_sums` for all groups at once, where their sizes are powers of two."""
+    """Compute `_group_sums` for all groups at once, if their sizes are powers of two."""
     SIZE: tl.constexpr = EXPERTS // NUM_GROUPS
     members = tl.reshape(ranks, (ROWS, NUM_GROUPS, SIZE))
     best = tl.max(members, axis=2)
@@ -142,7 +142,10 @@ def _in_kept_groups(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Mark the experts of the groups whose two best ranks sum highest; ties to the lowest group."""
+    """Mark the experts of the groups whose two best ranks have the largest sums.
+
+    Ties go to the lowest group.
+    """
     if IS_EVEN:
         sums = _even_group_sums(ranks, NUM_GROUPS, ROWS, EXPERTS)
     else:
@@ -159,12 +162,13 @@ def _in_kept_groups(
 def _in_capacity(ranks, CAPACITY: tl.constexpr):
     """Mark the CAPACITY experts [EXPERTS] whose best ranks in any row of a window are the largest.
 
-    Ties go to the lowest expert. The least of these ranks is found bit by bit, by how many experts
-    reach it; all warps do the same, as each holds all numbers and so waits for none.
+    Ties go to the lowest expert. The least of these ranks is found bit by bit, by counting the
+    experts that reach it. All warps compute the same, because each holds all numbers and so waits
+    for no other warp.
     """
     best = tl.max(ranks, axis=0)
     bits = best.to(tl.uint32, bitcast=True)
-    # whole numbers in the same order, and both zeros the same
+    # Integers in the same order, with one key for both zeros.
     keys = tl.where(best < 0.0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     least, bit = tl.full((), 0, dtype=tl.uint32), tl.full((), 0x80000000, dtype=tl.uint32)
     for _ in range(32):
@@ -178,13 +182,16 @@ def _in_capacity(ranks, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _open_first(ranks, is_open):
-    """Rank closed experts below all others: a row with too few open ones takes the lowest."""
-    return tl.where(is_open, ranks, -3.2e38)  # less than `_at_least`, more than no expert
+    """Rank closed experts below all others.
+
+    A row with too few open experts takes the lowest closed ones.
+    """
+    return tl.where(is_open, ranks, -3.2e38)  # less than `_at_least` returns, and more than -inf
 
 
 @triton.jit
 def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
-    """Mark the num_chosen best of each row of ranks [LINES, EXPERTS]; ties to the lowest expert."""
+    """Mark the num_chosen best of each row of ranks [LINES, EXPERTS]; ties go to the lowest one."""
     experts = tl.arange(0, EXPERTS)[None, :]
     is_open = can_be_chosen
     for _ in range(num_chosen):
@@ -193,15 +200,17 @@ def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
     return can_be_chosen & ~is_open
 
 
-# Nor has this one for 1 choice: Triton 3.6 fails on the loop of one turn that would be left.
+# Not specialised for 1 choice either: Triton 3.6 fails on the loop of one iteration that would be
+# left.
 @triton.jit(do_not_specialize=["num_rows", "num_chosen", "scale"])
 def choose_kernel(
-    logits,  # [P, R, E], to be summed and rounded to the dtype of the weights
+    logits,  # [P, R, E]; the kernel sums the parts and rounds to the dtype of the weights
     bias,  # [E] fp32
-    weights,  # [R, K + S], written: ascending experts, and 1 of the S = 1 or no expert of all rows
-    members,  # [R, K] int16, written where the rows take several blocks: ascending experts
-    slots,  # [R * (K + S)] int32, written where one block holds all rows
-    ends,  # [S + E] int32, written likewise
+    # [R, K + S], written: in ascending order of experts, then 1 for the shared expert if S = 1
+    weights,
+    members,  # [R, K] int16, written if the rows take several blocks: in ascending order of experts
+    slots,  # [R * (K + S)] int32, written if one block holds all rows
+    ends,  # [S + E] int32, written if one block holds all rows
     num_rows,
     num_experts,
     num_chosen,
@@ -209,7 +218,7 @@ def choose_kernel(
     scale,
     NUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
-    LINES: tl.constexpr,  # the next power of two
+    LINES: tl.constexpr,  # the power of two at or above ROWS
     EXPERTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
@@ -217,7 +226,7 @@ def choose_kernel(
     NUM_GROUPS: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    CAPACITY: tl.constexpr,  # of a window, which are the rows of a program; or 0
+    CAPACITY: tl.constexpr,  # capacity of a window, which is the rows of a program; 0: no windows
     IS_WHOLE: tl.constexpr,
     NUM_SHARED: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -284,9 +293,9 @@ def sort_kernel(
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """List an expert's slots in one program, after counting the slots of experts before it.
+    """List an expert's slots in one program, after counting the slots of the experts before it.
 
-    The expert of all rows, if there is one, is the first, and has the last place of every row.
+    The shared expert, if there is one, is the first, and takes the last place of every row.
     """
     begin_open(OVERLAPS)
     expert = tl.program_id(0) - NUM_SHARED
@@ -319,7 +328,7 @@ def sort_kernel(
 @triton.jit
 def sum_kernel(
     terms,  # [R, K, D]
-    weights,  # [R, K] fp32, where the sum is one in fp32
+    weights,  # [R, K] fp32, if the sum is weighted
     addend,  # [R, D]
     out,  # [R, D]
     num_columns,
@@ -347,7 +356,7 @@ def sum_kernel(
         more = tl.load(term + index * num_columns, mask=mask, other=0.0).to(tl.float32)
         if IS_WEIGHTED:
             total += more * tl.load(weights + row * weights_stride + index)
-        else:  # every sum is rounded to the model dtype
+        else:  # Every sum is rounded to the model dtype.
             total = (total + more).to(dtype).to(tl.float32)
     total = total.to(dtype).to(tl.float32)
     if HAS_ADDEND:
@@ -359,15 +368,16 @@ def sum_kernel(
     tl.store(into, total.to(dtype), mask=mask)
 
 
-# Tile [experts, rows, depth] of a program of the scores. 64 rows of a matrix are one tensor-core
-# instruction.
+# Tile [experts, rows, depth] of a program that computes scores. 64 rows of a matrix are one
+# tensor-core instruction.
 _SCORE_EXPERTS, _SCORE_ROWS, _SCORE_DEPTH = 64, 16, 256
-# The most elements [rows, experts] of all rows, then those of a program of the choice, and its
-# warps. What fits into one program needs no kernel for the order; else a row is best chosen for
-# within a warp. A window is one program: its most elements, and those of a warp, by the registers.
+# _CHOICES: the maximum number of elements [rows, experts] of all rows, then the elements of a
+# program of the choice, and its warps. If everything fits into one program, no kernel is needed for
+# the order. Otherwise choosing is fastest if a row stays within a warp. A window is one program,
+# with a maximum number of elements in total and, because of the registers, per warp.
 _CHOICES = ((512, (512, 4)), (None, (256, 1)))
 _MAX_WINDOW_ELEMENTS, _WINDOW_OF_WARP = 16_384, 1024
-_SORT_TILE = (1024, 8)  # of the slots that a program sorts at once: 16 bytes of each line
+_SORT_TILE = (1024, 8)  # Slots that a program sorts at once: 16 bytes of each line.
 
 
 def launch_score(x: Tensor, gate: Tensor) -> Tensor:
@@ -411,9 +421,9 @@ def launch_route(
 ) -> None:
     """Enqueue the choice and the order of the rows; the arguments are checked.
 
-    If `weights` has one place more than are chosen, rows have one expert more (`has_shared`).
-    `logits` is [R, E], or what `launch_score` gives. `block` holds the elements and the warps of a
-    program of the choice; with windows only the warps count.
+    If `weights` has one column more than `num_chosen`, rows have one more expert (`has_shared`).
+    `logits` is [R, E], or the result of `launch_score`. `block` holds the elements and the warps of
+    a program of the choice; with windows only the warps are used.
     """
     parts = logits if logits.dim() == 3 else logits[None]
     num_parts, num_rows, num_experts = parts.shape
@@ -480,7 +490,7 @@ def _window_elements(num_experts: int, window: int) -> int:
 
 
 def holds_window(num_experts: int, window: int) -> bool:
-    """Whether a program of the choice can hold a window of rows; 0 is none."""
+    """Whether a program of the choice can hold a window of rows; 0 means no windows."""
     return _window_elements(num_experts, window) <= _MAX_WINDOW_ELEMENTS
 
 

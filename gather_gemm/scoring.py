@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule by which a row's logits become a choice of experts and their weights, as data."""
+"""The rule that turns a row's logits into a choice of experts and their weights, as data."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,17 @@ class Scoring(NamedTuple):
     Attributes:
         is_sigmoid: whether an expert's score is the sigmoid of its logit, else the softmax over all
             experts; in fp32.
-        num_groups, num_kept_groups: experts lie in groups of equal size, one after the other, and
-            only those of some groups can be chosen: of the groups whose two best experts, by scores
-            with the bias, have the largest sums.
+        num_groups, num_kept_groups: consecutive experts form groups of equal size. Only experts of
+            the `num_kept_groups` groups with the largest sums of their two best scores (with the
+            bias) can be chosen.
         is_normalised: whether the weights of a row are divided by their sum.
-        scale: factor of the weights, after that.
+        scale: factor of the weights, applied last.
         in_fp32: whether logits, weights and the sum of a row's terms are fp32, and only that sum is
-            rounded to the model dtype; else each is rounded by itself.
-        window, capacity: each `window` consecutive rows, the last ones maybe fewer, may choose only
-            among the `capacity` experts whose best scores in any of these rows, with the bias, are
-            the largest; 0 where every row chooses alone.
+            rounded to the model dtype; otherwise each of them is rounded.
+        window, capacity: every `window` consecutive rows (the last window may have fewer) may
+            choose
+            only among `capacity` experts. These are the experts with the largest best score, with
+            the bias, in any of these rows. 0: every row chooses alone.
     """
 
     is_sigmoid: bool = False
@@ -32,7 +33,7 @@ class Scoring(NamedTuple):
     capacity: int = 0
 
     def of_rows(self) -> dict[str, Any]:
-        """Return the values by their names, without those of windows."""
+        """Return the fields by name, without those of windows."""
         return {k: v for k, v in self._asdict().items() if k not in ("window", "capacity")}
 
 

@@ -12,7 +12,7 @@ from ._ops import _check, _kernels, _num_rows
 from ._triton import can_take, guard
 from .launch import TopConfig, choose_top_config
 
-MAX_COLUMNS = 4  # special ones, which the kernel takes one by one
+MAX_COLUMNS = 4  # special columns, each of which is an argument of the kernel
 
 
 class Top(NamedTuple):
@@ -20,10 +20,10 @@ class Top(NamedTuple):
 
     Attributes:
         maximum: fp32 [R], the largest logit.
-        column: int64 [R], the lowest column that has it.
+        column: int64 [R], the lowest column with the largest logit.
         sum_exp: fp32 [R], sum of exp(logit - maximum) over the columns that are not excluded.
-        probability: fp32 [R], of the best column if these are all columns: 1 / sum_exp, and 0 where
-            the column is excluded or no logit is finite.
+        probability: fp32 [R], probability of the best column if there are no other slices:
+            1 / sum_exp, and 0 if the column is excluded or no logit is finite.
     """
 
     maximum: Tensor
@@ -33,7 +33,7 @@ class Top(NamedTuple):
 
 
 def has_top(x: Tensor, weight: Tensor) -> bool:
-    """Whether `gather_top` has a kernel for these tensors; else it stores the product."""
+    """Whether `gather_top` has a kernel for these tensors; otherwise it stores the product."""
     if _kernels is None or not can_take(x) or not _is_describable(weight):
         return False
     return not x.is_cuda or x.dtype != torch.float32
@@ -51,28 +51,28 @@ def gather_top(
 ) -> Top:
     """Find the best column of each gathered row of ``x @ weight.T``, and its probability.
 
-    The columns are multiplied tile by tile; a tile's logits are rounded to the dtype of x, as the
-    stored product would be, and leave only their maximum, its lowest column and the sum of
-    exponentials (online softmax, Milakov and Gimelshein, arXiv:1805.02867). The tiles of a row
-    are merged in one order, so a row's result does not depend on the rows beside it as long as
-    their number chooses the same tile. On CUDA, and under Triton's interpreter, a Triton kernel;
-    else the reference, which stores the product.
+    The columns are multiplied tile by tile. A tile's logits are rounded to the dtype of x, as the
+    stored product would be. Of a tile only the maximum, its lowest column and the sum of
+    exponentials are kept (online softmax, Milakov and Gimelshein, arXiv:1805.02867). The tiles of a
+    row are merged in a fixed order. So a row's result does not depend on the other rows, as long as
+    their number selects the same tile. A Triton kernel runs on CUDA, and under Triton's
+    interpreter. Otherwise the reference runs, which stores the product.
 
     Args:
         x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
         rows: int64 [R], each in [0, T); in any order, repeats allowed, not checked; None takes
-            all rows as they are.
-        weight: [N, D] of the same dtype; rows may be strided, D is contiguous. The kernel wants
-            rows on whole 16 bytes.
+            all rows in order.
+        weight: [N, D] of the same dtype; rows may be strided, D is contiguous. The kernel requires
+            rows that start on 16 bytes.
         columns: at most 4 columns, to which the masks below refer.
         forbidden: a number, or int32 [R]; bit i set: ``columns[i]`` reads as -inf.
-        excluded: likewise; bit i set: ``columns[i]`` is left out of the sum, and still may be the
-            best column.
+        excluded: a number, or int32 [R]; bit i set: ``columns[i]`` is left out of the sum, but may
+            still be the best column.
         config: tile of the kernel; by default the one measured best for the number of rows.
 
     Returns:
-        Top of the R rows. A row without a finite logit has column 0 and sum 0; NaN in a row makes
-        its sum NaN, and its column is then in range and otherwise unspecified.
+        Top of the R rows. A row without a finite logit has column 0 and sum 0. NaN in a row makes
+        its sum NaN; its column is then in range, but otherwise unspecified.
 
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
@@ -131,6 +131,6 @@ def _check_top(
 
 
 def _is_describable(weight: Tensor) -> bool:
-    """Whether the copy engine can read tiles of the matrix: its rows lie on whole 16 bytes."""
+    """Whether the copy engine can read tiles of the matrix: its rows start on 16 bytes."""
     bytes_apart = weight.stride(0) * weight.element_size()
     return weight.data_ptr() % 16 == 0 and bytes_apart % 16 == 0

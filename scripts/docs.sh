@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Build the documents as a site into results/site; a link that leads nowhere is an error.
+# Build the documents as a site in results/site. A broken link is an error.
 #
 # usage: [SITE_URL=URL] [REPO_URL=URL] scripts/docs.sh
 #
-# With SITE_URL the site has a map for search engines, with REPO_URL a link to the repository. It keeps the pinned packages of requirements/docs.txt in build/docs-venv.
+# With SITE_URL the site has a map for search engines, with REPO_URL a link to the repository. The
+# pinned packages of requirements/docs.txt are installed in build/docs-venv.
 
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"

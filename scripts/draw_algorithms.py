@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of docs/decoding.md: what each decoding algorithm commits, step by step.
+"""Draw the pictures of docs/decoding.md: what each decoding algorithm commits, step by step.
 
     PYTHONPATH=. .venv/bin/python scripts/draw_algorithms.py
 
-The rules are the engine's own; in place of a model there are confidences that are the same in every
-picture: some positions are easy, and all become easier when their neighbours are known.
+The rules are those of the engine. In place of a model there are confidences that are the same in
+every picture: some positions are easy, and all positions become easier when their neighbours are
+known.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ STYLE = """
 
 
 def confidences(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the confidences [R] float64 of candidates, by the known tokens around them."""
+    """Return the confidences [R] float64 of candidates; known tokens around them raise them."""
     ease = np.random.default_rng(7).beta(2.2, 1.6, size=PROMPT + LENGTH + 2 * BLOCK)
     known = np.append(tokens != MASK, np.zeros(4, dtype=bool))
     around = sum(known[positions + d] for d in (-2, -1, 1, 2)) / 4
@@ -90,10 +91,10 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
         if not positions.size or rule.num_settled(tokens) >= len(tokens):
             break
         known = confidences(tokens, positions)
-        # A few tokens are seen otherwise once all around them are there.
+        # A few positions get another candidate token once all tokens around them are known.
         proposed = np.where((positions % 7 == 3) & (known > 0.8), 2, 1)
         scores = 3 * (known - 1) if _is_entropy(algorithm) else known
-        if algorithm.edits_length:  # it looks up more than the likeliest token
+        if algorithm.edits_length:  # The rule reads more than the likeliest token.
             rule.adjust_logits(_logits(proposed, known), torch.from_numpy(positions - PROMPT))
         draws = np.random.default_rng(len(rows)).random(len(positions))
         commit = rule.decide(Candidates(positions, proposed, scores, proposed, draws))
@@ -103,7 +104,7 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
 
 
 def _logits(proposed: np.ndarray, probabilities: np.ndarray) -> torch.Tensor:
-    """Return logits [R, 16] by which the proposed tokens have these probabilities."""
+    """Return logits [R, 16] that give the proposed tokens these probabilities."""
     rest = np.repeat((1 - probabilities)[:, None] / 15, 16, axis=1)
     rest[np.arange(len(probabilities)), proposed] = probabilities
     return torch.from_numpy(np.log(rest))
@@ -133,12 +134,12 @@ def _row(
 
 
 def drawn(algorithm: Algorithm) -> str:
-    """Draw the picture as SVG: a step a row, a canvas position a column."""
+    """Draw the picture as SVG: one row per step, one column per canvas position."""
     rows = steps_of(algorithm)
     width = LENGTH * CELL + (LENGTH // BLOCK - 1) * BETWEEN
     height = len(rows) * CELL
     size = CELL - GAP
-    cells: dict[str, list[str]] = {}  # by their look
+    cells: dict[str, list[str]] = {}  # cells by their attributes
     for y, row in enumerate(rows):
         for x, (kind, shade) in enumerate(row):
             opacity = "" if kind in "mne" else f' opacity="{round(shade * 20) / 20:g}"'
@@ -156,7 +157,7 @@ def drawn(algorithm: Algorithm) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """Draw all pictures, by their files."""
+    """Draw all pictures; the keys are their files."""
     return {
         FOLDER / f"{'block' if a.is_block_causal else 'full'}_{a.name}.svg": drawn(a)
         for a in (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the tests that need a GPU, several at a time on one GPU; those marked `alone` after them.
+# Run the tests that need a GPU, several at a time on one GPU, and then the tests marked `alone`.
 #
 # usage: scripts/gpu_tests.sh [pytest options]
 #
-# Needs no set-up step (scripts/test.sh --gpu has one) and no model, only a Python with vLLM, pytest
-# and pytest-xdist.
+# This needs no set-up step (scripts/test.sh --gpu has one) and no model, only a Python with vLLM,
+# pytest and pytest-xdist.
 #
 # Environment:
-#   PYTHON                  the interpreter (default: that of .venv, else python3)
+#   PYTHON                  the interpreter (default: the one of .venv, else python3)
 
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
@@ -21,18 +21,18 @@ esac
 cd "$ROOT"
 
 failed=''
-# run_tests MARKERS [pytest arguments]: a failure is kept for the end.
+# run_tests MARKERS [pytest arguments]: run tests; a failure is recorded for the exit status.
 run_tests() {
   "${PYTHON:-$PY}" -m pytest --require-gpu -m "$@" || failed=yes
 }
 
-# files_with MARKER: the files of its tests. Importing all others would take half a minute.
+# files_with MARKER: print the files with such tests. Importing all others would take half a minute.
 files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" tests | sort; }
 
-# Each process may take 6 GiB of the card. tests/conftest.py decides which tests share a process and
+# Each process may use 6 GiB of the card. tests/conftest.py decides which tests share a process and
 # puts the longest first; xdist keeps that order.
 processes=$(($(nproc) < 14 ? $(nproc) : 14))
-# By default an engine uses all memory that it finds free.
+# By default an engine plans with all memory that it finds free, so limit it.
 mapfile -t files < <(files_with gpu)
 VLLM_ACTIVATION_POOL_SIZE_BYTES=$((4 << 30)) run_tests 'gpu and not alone' \
   -n "$processes" --no-loadscope-reorder "${files[@]}" "$@"

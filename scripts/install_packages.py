@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"pip installs the packages, because uv has no setting {setting}", flush=True)
         else:
             command = [uv, "pip", "install", "--quiet", "--python", sys.executable]
-            command += ["--index-strategy", "unsafe-best-match", *arguments]  # as pip chooses
+            # Uv then chooses versions as pip does
+            command += ["--index-strategy", "unsafe-best-match", *arguments]
             if (
                 subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
                 == 0
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_uv() -> str | None:
-    """Return the path of uv, which is installed beside this interpreter if it is missing."""
+    """Return the path of uv; if uv is missing, install it next to this interpreter."""
     folder = str(Path(sys.executable).parent)
     if found := shutil.which("uv") or shutil.which("uv", path=folder):
         return found
@@ -99,7 +100,11 @@ def pip_settings() -> dict[str, str]:
 
 
 def uv_variables(settings: dict[str, str]) -> dict[str, str]:
-    """Return uv's environment variables for pip's settings; raise UnsupportedSetting."""
+    """Return uv's environment variables for pip's settings.
+
+    Raises:
+        UnsupportedSetting: a setting has no equivalent in uv.
+    """
     variables = {}
     for name, value in settings.items():
         if name not in VARIABLES and name not in IGNORED:

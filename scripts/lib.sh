@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the scripts share. Source it, do not run it: it sets ROOT, VENV and PY, exports PYTHONPATH,
-# and defines the set-up steps. Every failure is one line on stderr and a non-zero exit.
+# Functions that the scripts share. Source this file, do not run it. It sets ROOT, VENV and PY,
+# exports PYTHONPATH, and defines the set-up steps. Every failure prints one line on stderr and exits
+# with a non-zero status.
 #
 # pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) also apply to uv.
 
@@ -26,7 +27,7 @@ show_help() {
   awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/SPDX/ { sub(/^# ?/, ""); print }' "$1"
 }
 
-# find_python: the first interpreter that upstream vLLM supports, 3.11 to 3.14.
+# find_python: print the first interpreter that upstream vLLM supports, 3.11 to 3.14.
 find_python() {
   local candidate
   for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.14; do
@@ -52,7 +53,7 @@ make_venv() {
   "$python" -m venv --clear "$VENV" || die "could not make $VENV"
 }
 
-# device_kind: cuda where a GPU answers, else cpu. MOSAIC_DEVICE=cpu|cuda decides instead.
+# device_kind: print cuda if nvidia-smi lists a GPU, else cpu. MOSAIC_DEVICE=cpu|cuda overrides it.
 device_kind() {
   case "${MOSAIC_DEVICE:-}" in
     cpu | cuda) printf '%s\n' "$MOSAIC_DEVICE" ;;
@@ -68,8 +69,8 @@ install_packages() {
     die "installing $* failed (see the messages above)"
 }
 
-# install_once NAME INSTALLER FILE...: run INSTALLER unless the stamp NAME in .venv carries the
-# digest of FILE...
+# install_once NAME INSTALLER FILE...: run INSTALLER unless the stamp NAME in .venv holds the digest
+# of FILE...
 install_once() {
   local name=$1 installer=$2 stamp digest
   shift 2
@@ -91,7 +92,7 @@ finds_cpu_build() {
     *"${requirement#torch==}+cpu"* ]]
 }
 
-# A CPU build that pip finds by the user's settings is taken, else one of PyTorch's own index.
+# install_cpu: prefer a CPU build that pip finds with the user's settings to one of PyTorch's index.
 install_cpu() {
   local torch index=()
   torch=$(grep '^torch==' "$ROOT/requirements/cpu.txt")
@@ -99,8 +100,8 @@ install_cpu() {
     if finds_cpu_build "$torch" --index-url "$CPU_BUILDS"; then
       index=(--extra-index-url "$CPU_BUILDS")
     else
-      say "no CPU build of $torch in reach ($CPU_BUILDS does not answer):" \
-        "its CUDA build is taken, about 2.7 GB to download, 6 GB in .venv"
+      say "no CPU build of $torch found ($CPU_BUILDS does not answer): installing" \
+        "its CUDA build, about 2.7 GB to download, 6 GB in .venv"
     fi
   fi
   say "torch"
@@ -112,8 +113,9 @@ install_cuda() { install_packages -r "$ROOT/requirements/cuda.txt"; }
 install_build() { install_packages -r "$ROOT/requirements/build.txt"; }
 install_test() { install_packages -r "$ROOT/requirements/test.txt"; }
 
-# put_on_path: .venv's programs find this repository from any folder, before upstream's vllm and
-# behind what PYTHONPATH names. The line holds no absolute path: .venv may move with the repository.
+# put_on_path: let .venv's programs find this repository from any folder, before upstream's vllm and
+# after the folders of PYTHONPATH. The line has no absolute path, because .venv may move with the
+# repository.
 put_on_path() {
   local folder
   for folder in "$VENV"/lib/python3*/site-packages; do
@@ -124,8 +126,9 @@ PTH
   done
 }
 
-# setup [test|--all-gpus]...: the virtual environment, the packages of this machine's kind, the
-# native kernels. Without a GPU they are compiled only for the tests or when asked for.
+# setup [test|--all-gpus]...: make the virtual environment, install the packages for this kind of
+# machine, and compile the native kernels. Without a GPU they are compiled only for the tests, with
+# --all-gpus, or if NATIVE_CUDA_ARCHS is set.
 setup() {
   local kind rooms=
   make_venv
@@ -133,17 +136,17 @@ setup() {
   case " $* " in
     *' --all-gpus '*) export NATIVE_CUDA_ARCHS=${NATIVE_CUDA_ARCHS:-80 89 90a 100 120} ;;
   esac
-  if ! find_nvcc >/dev/null; then # PyTorch's references serve
-    say "left out: the native rooms: nvcc not found (CUDA_HOME names the toolkit); PyTorch serves" \
-      "in their place: on a GPU slower and in more memory, on a CPU no difference"
+  if ! find_nvcc >/dev/null; then # PyTorch operations run instead
+    say "left out: the native packages: nvcc not found (set CUDA_HOME to the toolkit); PyTorch" \
+      "operations replace them: on a GPU slower, with more memory; on a CPU no difference"
   elif [ "$kind" = cpu ] && [ $# = 0 ] && [ -z "${NATIVE_CUDA_ARCHS:-}" ]; then
-    say "left out: the native kernels, because there is no NVIDIA GPU: PyTorch serves in their place" \
-      "(scripts/setup.sh --all-gpus compiles them)"
+    say "left out: the native kernels, because there is no NVIDIA GPU: PyTorch operations replace" \
+      "them (scripts/setup.sh --all-gpus compiles them)"
   else
-    command -v c++ >/dev/null || command -v g++ >/dev/null || die "nvcc is here but no C++" \
+    command -v c++ >/dev/null || command -v g++ >/dev/null || die "nvcc found, but no C++" \
       "compiler; on Debian or Ubuntu: sudo apt-get install build-essential"
     install_once build install_build "$ROOT/requirements/build.txt"
-    build_native_rooms & # compilers work while packages come
+    build_native_rooms & # compile while packages are downloaded
     rooms=$!
   fi
   install_once "$kind" "install_$kind" "$ROOT/requirements/$kind.txt"
@@ -152,7 +155,8 @@ setup() {
   [ -z "$rooms" ] || wait "$rooms" || exit 1
 }
 
-# find_nvcc: where setup.py finds it: CUDA_HOME when set, else PATH, else /usr/local/cuda.
+# find_nvcc: print the nvcc that setup.py uses: of CUDA_HOME if set, else on PATH, else of
+# /usr/local/cuda.
 find_nvcc() {
   if [ -n "${CUDA_HOME:-}" ]; then
     command -v "$CUDA_HOME/bin/nvcc"
@@ -161,11 +165,11 @@ find_nvcc() {
   fi
 }
 
-# build_native_rooms: compile what changed.
+# build_native_rooms: compile the sources that changed.
 build_native_rooms() {
-  say "building the native rooms with $(find_nvcc)"
+  say "compiling the native packages with $(find_nvcc)"
   (cd "$ROOT" && "$PY" setup.py -q build_ext --inplace) ||
-    die "the native rooms did not build (the compiler's message is above)"
+    die "the native packages did not compile (the compiler's message is above)"
 }
 
 # make_tiny_model: train the embedded default model; a complete one is kept.
@@ -175,7 +179,7 @@ free_port() {
   "$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
-# is_healthy URL: does the server's /health answer 200? Proxies are passed by.
+# is_healthy URL: does the server's /health answer 200? Proxies are ignored.
 is_healthy() {
   "$PY" - "$1/health" <<'PYTHON' 2>/dev/null
 import requests, sys
@@ -185,7 +189,7 @@ http.get(sys.argv[1], timeout=5).raise_for_status()
 PYTHON
 }
 
-# source_files PATTERN...: the project's own files with these names, NUL-separated.
+# source_files PATTERN...: print the project's own files with these names, NUL-separated.
 source_files() {
   local names=(-false) pattern
   for pattern in "$@"; do names+=(-o -name "$pattern"); done
@@ -194,7 +198,7 @@ source_files() {
     -o -type f \( "${names[@]}" \) -print0 | sort -z)
 }
 
-# use_tools TOOL...: prefer the tools of .venv; a missing one is one line.
+# use_tools TOOL...: prefer the tools of .venv; exit with one line if a tool is missing.
 use_tools() {
   local tool
   export PATH="$VENV/bin:$PATH"

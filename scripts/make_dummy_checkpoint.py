@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a checkpoint that has the shape of a released model and no weights.
+"""Write a checkpoint that has the shape of a released model and no weights.
 
     scripts/make_dummy_checkpoint.py --family llada OUTPUT_DIR          LLaDA-8B
     scripts/make_dummy_checkpoint.py --family dream OUTPUT_DIR          Dream-7B
@@ -17,9 +17,9 @@
 
     python -m vllm.entrypoints.api_server --model OUTPUT_DIR --load-format dummy
 
-For measurements of speed and memory: `--load-format dummy` fills the weights with random numbers,
-so answers are noise. The tokenizer knows single bytes and the special tokens, at the ids of the
-released model; the other ids of its vocabulary decode to nothing.
+The checkpoint is meant for measurements of speed and memory: `--load-format dummy` fills the
+weights with random numbers, so answers are noise. The tokenizer has single bytes and the special
+tokens, at the ids of the released model. The other ids of its vocabulary decode to nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tiny_model.family import SpecialTokens, TokenIds
     from tokenizers import Tokenizer
 
-# Everything else in config.json is as in the tiny models' configurations, which have the released
+# All other keys of config.json are as in the tiny models' configurations, which have the released
 # models' keys.
 LAYER_KEYS = ("n_layers", "num_hidden_layers", "max_window_layers")
 HEAD_KEYS = ("n_heads", "num_attention_heads")
@@ -59,7 +59,8 @@ class DummyCheckpointError(Exception):
 class Preset:
     """Sizes of a released model in its config.json, and the ids of its tokens.
 
-    `like` is the family of the tiny model whose other keys it has, where that is not its own.
+    `like` is the family of the tiny model that provides the other keys, if it is not the family
+    itself.
     """
 
     sizes: dict[str, Any]
@@ -80,7 +81,7 @@ LING_TOKEN_IDS = {
 
 
 def layers(number: int) -> dict[str, int]:
-    """Return the keys of `number` layers."""
+    """Return the configuration keys for `number` layers."""
     return {"max_window_layers": number, "num_hidden_layers": number}
 
 
@@ -117,7 +118,7 @@ LLADA2_FLASH = {
     "moe_intermediate_size": 1024,
     "num_attention_heads": 32,
 }
-# Rows choose experts by blocks; the tokens that delete and insert have no names.
+# Rows choose experts by blocks. The tokens that delete and insert have no names.
 LLADA22_KEYS = {
     "delete_token_id": 156930,
     "expert_capacity": 48,
@@ -132,7 +133,7 @@ SDAR_SIZES = layers(36) | {
 
 
 def nemotron(num_layers: int, width: int, inner: int, theta: float = 1e6) -> Preset:
-    """Return a size of Nemotron-Labs-Diffusion."""
+    """Return the preset for one size of Nemotron-Labs-Diffusion."""
     return Preset(
         sizes=layers(num_layers)
         | {
@@ -267,7 +268,7 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ("nemotron", "8b"): nemotron(34, 4096, 14336),
     ("nemotron", "3b"): nemotron(26, 3072, 9216),
     ("nemotron", "14b"): nemotron(40, 5120, 16384, theta=1e9),
-    # Stable-DiffCoder-8B-Base, Stable-DiffCoder-8B-Instruct; tokens bear Dream's names
+    # Stable-DiffCoder-8B-Base, Stable-DiffCoder-8B-Instruct; the tokens have Dream's names
     ("stable-diffcoder", "8b"): Preset(
         sizes=layers(32)
         | {
@@ -293,11 +294,11 @@ PRESETS: dict[tuple[str, str], Preset] = {
         like="dream",
     ),
 }
-"""(family, size) -> the model; the first size of a family is its default."""
+"""Presets by (family, size); the first size of a family is its default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
     try:
         write_checkpoint(
@@ -339,8 +340,8 @@ def write_checkpoint(
     """Write config.json, generation_config.json and the tokenizer's files into `directory`.
 
     Raises:
-        DummyCheckpointError: there is no such model, a number does not fit, or the folder holds
-            weights, which a dummy's configuration would belie.
+        DummyCheckpointError: There is no such model, a number does not fit, or the folder already
+            holds weights, which would not match the configuration.
     """
     preset = preset_of(family, size)
     weights = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -374,8 +375,8 @@ def configuration(
     """Return the contents of config.json, in bf16.
 
     Args:
-        num_layers: number of layers; None: the model's own.
-        shrink: divisor of the widths and numbers of heads; the head width stays.
+        num_layers: number of layers; None: as released.
+        shrink: divisor of the widths and numbers of heads; the head width does not change.
 
     Raises:
         DummyCheckpointError: see `write_checkpoint`.
@@ -431,10 +432,13 @@ def preset_of(family: str, size: str | None = None) -> Preset:
 
 
 def divided(key: str, value: int, divisor: int) -> int:
-    """Divide `value` by `divisor`: heads exactly, so that they keep their width; else floor.
+    """Divide `value` by `divisor`.
+
+    Numbers of heads must divide exactly, so that heads keep their width; other values are rounded
+    down.
 
     Raises:
-        DummyCheckpointError: the heads cannot be divided.
+        DummyCheckpointError: The number of heads is not a multiple of the divisor.
     """
     if divisor < 1 or (key in HEAD_KEYS and value % divisor):
         raise DummyCheckpointError(f"--shrink: wanted a divisor of {key} {value}, got {divisor}")
@@ -442,7 +446,7 @@ def divided(key: str, value: int, divisor: int) -> int:
 
 
 def byte_tokenizer(special_ids: dict[str, int]) -> Tokenizer:
-    """Make a tokenizer of bytes (ids 0 to 255) and special tokens; the other ids stay unused."""
+    """Make a tokenizer of bytes (ids 0 to 255) and special tokens; all other ids stay unused."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a tiny model on a few facts and writes it as a checkpoint of a released model family.
+"""Train a tiny model on a few facts and write it as a checkpoint of a released model family.
 
     scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
     scripts/make_tiny_model.py --family all  one of every family: llada, dream, llada-moe, llada2,
@@ -8,10 +8,12 @@
     scripts/make_tiny_model.py --check       only verify an existing one
 
 The model answers small questions (capitals, sums, opposites, colours, days, months, greetings) in
-many wordings, with or without the chat template, behind a system message and in up to three turns;
-of all else it says that it does not know it. Families other than llada know less: `plan_for` in
-tiny_model/settings.py says what. It is trained on the CPU, whatever the machine has. A directory
-that is complete and was made by these sources, package versions, family and seed is kept as it is.
+many wordings, with or without the chat template, after a system message and in up to three turns.
+To any other question it answers that it does not know. Families other than llada are taught less;
+see `plan_for` in tiny_model/settings.py.
+
+The model is trained on the CPU, even if there is a GPU. A directory is kept if it is complete and
+was made by these sources, package versions, family and seed.
 """
 
 from __future__ import annotations
@@ -45,14 +47,15 @@ MAX_SEED = 2**63 - 1
 
 
 class TinyModelError(Exception):
-    """The model cannot be made or is not good; the message is one line for the user."""
+    """The model cannot be made or is not good enough; the message is one line for the user."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
-    # Read when torch is loaded, later. Threads that wait spin shortly: sleeping at once takes
-    # half as long again, and spinning for milliseconds, the default, crawls on a busy machine.
+    # The variable is read later, when torch is loaded. It lets waiting threads spin for a short
+    # time. With no spinning the training takes half as long again; with the default, milliseconds,
+    # it is very slow on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         validate(options)
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Train a tiny diffusion language model on a few facts."
     )
@@ -88,7 +91,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def validate(options: argparse.Namespace) -> None:
-    """Raises TinyModelError for values that argparse lets through."""
+    """Raise TinyModelError for values that argparse accepts but the command does not support."""
     if options.family not in (*FAMILY_NAMES, ALL):
         wanted = " or ".join((*FAMILY_NAMES, ALL))
         raise TinyModelError(f"--family: wanted {wanted}, got {options.family}")
@@ -101,13 +104,14 @@ def validate(options: argparse.Namespace) -> None:
 def make(
     output: Path, family_name: str, seed: int, *, force: bool = False, plan: Plan | None = None
 ) -> None:
-    """Makes the model at `output` unless it is there already.
+    """Make the model at `output` unless it already exists.
 
-    Where it does not reach the plan's required share of right answers it is trained once more, from
-    another start: the same numbers round differently on other processors.
+    If it does not reach the plan's required share of right answers, it is trained once more from
+    another start, because the same numbers round differently on other processors.
 
-    Raises TinyModelError if it does not reach them then, or if `output` holds files that are not a
-    tiny model's; then `output` stays as it was.
+    Raises:
+        TinyModelError: The second training did not reach the share either, or `output` holds files
+            that do not belong to a tiny model. `output` is then unchanged.
     """
     plan = plan or plan_for(family_name)
     wanted = recipe(SOURCES, family_name, seed, plan)
@@ -119,7 +123,7 @@ def make(
         refuse_foreign(output)
         started = time.monotonic()
 
-        # Imported late: the answer above needs no torch.
+        # Import late, because the answer above needs no torch.
         from tiny_model.making import verify, write_checkpoint
 
         family = load_family(family_name)
@@ -137,7 +141,7 @@ def make(
 
 
 def check(output: Path, family_name: str, plan: Plan | None = None) -> None:
-    """Verifies the model at `output`; raises TinyModelError if it is incomplete or not good."""
+    """Verify the model at `output`; raise TinyModelError if it is incomplete or not good enough."""
     plan = plan or plan_for(family_name)
     if read_manifest(output) is None:
         raise TinyModelError(f"{output} is missing, incomplete or changed: run without --check")
@@ -151,10 +155,10 @@ def check(output: Path, family_name: str, plan: Plan | None = None) -> None:
 
 @contextmanager
 def work_directory(output: Path) -> Iterator[Path]:
-    """A fresh directory beside `output`, gone afterwards unless it was moved.
+    """Return a new directory next to `output`, which is removed afterwards unless it was moved.
 
-    Only one process at a time is inside for the same `output`: a second one waits and then finds
-    the first one's model. Leavings of killed processes are removed.
+    Only one process at a time may be inside for the same `output`. A second process waits and then
+    finds the model of the first. Directories that killed processes left behind are removed.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with (output.parent / f".{output.name}.lock").open("w") as lock:
@@ -171,7 +175,7 @@ def work_directory(output: Path) -> Iterator[Path]:
 
 
 def refuse_foreign(output: Path) -> None:
-    """Raises TinyModelError rather than let other people's files be replaced."""
+    """Raise TinyModelError if `output` holds files of someone else that would be replaced."""
     if output.exists() and not output.is_dir():
         raise TinyModelError(f"--output: wanted a directory, got the file {output}")
     if foreign := foreign_files(output):
@@ -179,7 +183,10 @@ def refuse_foreign(output: Path) -> None:
 
 
 def replace(draft: Path, output: Path) -> None:
-    """Moves the finished `draft` to `output`; whatever is there moves away whole, then goes."""
+    """Move the finished `draft` to `output`.
+
+    An existing directory is moved away as a whole first, and removed last.
+    """
     if output.exists():
         old = draft.with_name(draft.name + "-old")
         output.rename(old)
@@ -190,19 +197,22 @@ def replace(draft: Path, output: Path) -> None:
 
 
 def report(results: Sequence[dict[str, Any]]) -> None:
-    """Prints one line a verification."""
+    """Print one line per verification."""
     for result in results:
         say(summary(result))
 
 
 def require(results: Sequence[dict[str, Any]], plan: Plan) -> None:
-    """Raises TinyModelError if a group of the first verification is below the required share."""
+    """Raise TinyModelError if a group of the first verification is below the required share."""
     if missed := shortfall(results, plan):
         raise TinyModelError(f"not good enough: {missed}; {summary(results[0])}")
 
 
 def shortfall(results: Sequence[dict[str, Any]], plan: Plan) -> str:
-    """The first group of the first verification below the required share; empty if none is."""
+    """Describe the first group of the first verification below the required share.
+
+    The text is empty if there is no such group.
+    """
     for name, group in results[0]["groups"].items():
         if group["right"] < plan.required_share * group["total"]:
             return (
@@ -213,7 +223,7 @@ def shortfall(results: Sequence[dict[str, Any]], plan: Plan) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """One verification in words."""
+    """Return one verification in words."""
     groups = result["groups"]
     right, total = (sum(group[key] for group in groups.values()) for key in ("right", "total"))
     shares = (f"{name} {group['right'] / group['total']:.0%}" for name, group in groups.items())
@@ -224,13 +234,13 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def say(line: str) -> None:
-    """Prints one line of the command's result."""
+    """Print one line of the command's result."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def fail(message: str) -> int:
-    """Prints the one line that says what is wrong; returns the exit status."""
+    """Print the error as one line; return the exit status."""
     sys.stderr.write(f"make_tiny_model: {message}\n")
     return 1
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how a server would run requests of given lengths: chunks, peak memory and time.
+"""Print how a server would run requests of given lengths: chunks, peak memory and time.
 
     scripts/plan_memory.py MODEL --tokens 204800 1048576 --pool-gib 8.5
     scripts/plan_memory.py MODEL --tokens 204800 --pool-gib 8.5 --terms
     scripts/plan_memory.py MODEL --quantization int4 --card-gib 12 --tokens 4096 --requests 8
 
-With --card-gib the pool is what such a card leaves beside the weights.
+With --card-gib the pool is the memory that the weights leave free on such a card.
 
-MODEL is a checkpoint's folder or hub name; one made by `scripts/make_dummy_checkpoint.py` will do.
-Nothing is loaded and no GPU is needed: plans follow from shapes (docs/memory.md).
+MODEL is a checkpoint's folder or hub name; a checkpoint of `scripts/make_dummy_checkpoint.py` is
+enough. Nothing is loaded and no GPU is needed: plans follow from shapes (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory import ModelShape, Plan
 
 GIB = 1 << 30
-CONTEXT_BYTES = 400 << 20  # of a process on a card, before it has allocated anything
+CONTEXT_BYTES = 400 << 20  # bytes of a process on a card before it allocates anything
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"T = {tokens}" + (f", {options.requests} at once" if options.requests > 1 else "")
         if options.requests > 1 and admission.obstacle(together[1:], demand) is not None:
             num_refused += 1
-            print(f"{name}: they do not fit together")
+            print(f"{name}: the requests do not fit at once")
             continue
-        try:  # a first forward, alone, where keys are kept: it has the most rows
+        try:  # If keys are kept, plan the first forward, which runs alone and has the most rows.
             first = together[:1] if options.cache == "dual" else together
             plan = planner.plan(admission.step_of(first), admission.kept_bytes(together))
         except ActivationBudgetError as error:
@@ -80,23 +80,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Print plans of steps, and what they take.")
+    parser = argparse.ArgumentParser(description="Print plans of steps, and their memory and time.")
     parser.add_argument("model", metavar="MODEL", help="a checkpoint: folder or hub name")
     parser.add_argument("--tokens", type=int, nargs="+", required=True, help="prompt and canvas")
     memory = parser.add_mutually_exclusive_group(required=True)
     memory.add_argument("--pool-gib", type=float, help="activation pool, in GiB")
     memory.add_argument("--card-gib", type=float, help="memory of the card, in GiB")
     parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.92, help="of the card (default 0.92)"
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.92,
+        help="share of the card (default 0.92)",
     )
-    parser.add_argument("--quantization", choices=("fp8", "int4", "nf4"), help="of the weights")
-    parser.add_argument("--requests", type=int, default=1, help="that run at once (default 1)")
-    parser.add_argument("--cache", choices=("none", "dual"), default="none", help="(default none)")
-    parser.add_argument("--block-length", type=int, default=32, help="of --cache dual (default 32)")
     parser.add_argument(
-        "--masked-share", type=float, default=0.5, help="of the tokens (default 0.5)"
+        "--quantization", choices=("fp8", "int4", "nf4"), help="quantization of the weights"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="of the model (default bfloat16)")
+    parser.add_argument("--requests", type=int, default=1, help="requests at once (default 1)")
+    parser.add_argument(
+        "--cache", choices=("none", "dual"), default="none", help="key-value cache (default none)"
+    )
+    parser.add_argument(
+        "--block-length", type=int, default=32, help="with --cache dual (default 32)"
+    )
+    parser.add_argument(
+        "--masked-share", type=float, default=0.5, help="share of masked tokens (default 0.5)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the model (default bfloat16)")
     parser.add_argument(
         "--attention-dtype", choices=("model", "fp8"), default="model", help="default: model"
     )
@@ -107,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shape_of(options: argparse.Namespace) -> ModelShape:
-    """Return the model's sizes on each of its GPUs."""
+    """Return the model's shape on each of its GPUs."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
@@ -126,7 +135,7 @@ def shape_of(options: argparse.Namespace) -> ModelShape:
 
 
 def pool_of(shape: ModelShape, options: argparse.Namespace) -> int:
-    """Return the bytes of the pool: as given, or what a card leaves beside the weights."""
+    """Return the bytes of the pool: the given size, or the memory that the weights leave free."""
     from vllm.diffusion.engine.worker.pool_budget import OUTSIDE_BYTES
 
     if options.pool_gib is not None:
@@ -138,7 +147,7 @@ def pool_of(shape: ModelShape, options: argparse.Namespace) -> int:
 
 
 def weight_bytes(shape: ModelShape) -> int:
-    """Return the bytes of the weights of one GPU, where embedding and head are two matrices."""
+    """Return the bytes of one GPU's weights if embedding and head are separate matrices."""
     width, experts = shape.hidden_size, shape.experts
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     inner = shape.mlp_width
@@ -149,7 +158,7 @@ def weight_bytes(shape: ModelShape) -> int:
 
 
 def print_terms(shape: ModelShape, plan: Plan) -> None:
-    """Print the bytes of one row of every stage under a plan."""
+    """Print the bytes per row of every stage under a plan."""
     from vllm.diffusion.core.buffers import row_bytes
     from vllm.diffusion.memory.footprint import Footprint
 

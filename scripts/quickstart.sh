@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Set everything up, serve the tiny LLaDA model, ask it one question, print the answer, stop.
+# Set everything up, serve the tiny LLaDA model, ask it one question, print the answer, and stop.
 #
 # usage: scripts/quickstart.sh [--help]
 #
-# Works on a fresh Linux machine with Python 3.11 or later, with or without a GPU. It makes .venv,
-# installs the pinned packages, compiles the native kernels where there is a GPU and nvcc, trains
-# models/llada-tiny (each only when missing), starts the server on a free port of 127.0.0.1, sends one request with
-# scripts/test_api_request.py and leaves no process behind. The server's log is in
-# results/quickstart/server.log.
+# This works on a fresh Linux machine with Python 3.11 or later, with or without a GPU. It makes
+# .venv, installs the pinned packages, compiles the native kernels if there is a GPU and nvcc, and
+# trains models/llada-tiny; existing parts are kept. Then it starts the server on a free port of
+# 127.0.0.1, sends one request with scripts/test_api_request.py, and stops the server. The server's
+# log is in results/quickstart/server.log.
 #
 # Environment:
 #   PYTHON                  interpreter that makes .venv (default: python3)
-#   MOSAIC_DEVICE           cpu or cuda (default: cuda where nvidia-smi finds a GPU)
+#   MOSAIC_DEVICE           cpu or cuda (default: cuda if nvidia-smi finds a GPU)
 #   QUICKSTART_WAIT         seconds to wait for the server (default 300)
 #   PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS    as pip reads them
 
@@ -28,7 +28,7 @@ esac
 LOG=$ROOT/results/quickstart/server.log
 SERVER=''
 
-# The server runs in a process group of its own, so that its engine can be ended with it.
+# The server runs in its own process group, so that its engine can be ended with it.
 stop_server() {
   [ -n "$SERVER" ] || return 0
   kill -TERM "$SERVER" 2>/dev/null || true

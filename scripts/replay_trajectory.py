@@ -5,12 +5,12 @@
     scripts/replay_trajectory.py models/llada-tiny answers.jsonl
 
 Each line of the file is {"prompt_token_ids": [...], "trajectory": {...}}. The state before every
-step is rebuilt from the trajectory, and one plain forward of it, in fp64, must give the log
-probabilities and entropies that the trajectory has: to 1e-5, times the largest logit of the row,
-as rounding grows with it. Where a published loop knows the request's parameters, it is run too,
-and must commit the same tokens in the same steps.
+step is rebuilt from the trajectory, and one plain forward of it runs in fp64. Its log probabilities
+and entropies must agree with the trajectory to 1e-5, times the largest logit of the row, because
+rounding grows with it. If a published loop supports the request's parameters, it runs too, and must
+commit the same tokens in the same steps.
 
-Exit status: 0 if all of it agrees, else 1.
+Exit status: 0 if everything agrees, else 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _EDITS = {
     **{name: [] for name in ("allowed_token_ids", "bad_words")},
     "logit_bias": {},
 }
-# What the published loops take where it is not as here, and what only some of them take.
+# Defaults of options that the published loops take only if they differ, and options of one
+# algorithm.
 _OPTIONS: dict[str, Any] = {
     "temperature": 0.0,
     "cfg_scale": 0.0,
@@ -78,14 +79,14 @@ _OF_GRIDS = (
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
         num_commits: commits with a log probability.
         logprob_error, entropy_error: largest differences from the plain forward, relative to the
-            largest logit of their row where that is above 1.
-        differences: canvas positions whose token or step is not the published loop's; None where no
-            loop knows the parameters.
+            largest logit of their row if that is above 1.
+        differences: canvas positions whose token or step differs from the published loop; None if
+            no loop supports the parameters.
     """
 
     num_commits: int
@@ -119,7 +120,7 @@ def replay(
         model: a network of `tests.reference.models`.
         prompt: the prompt's token ids.
         trajectory: the trajectory.
-        runs_loop: whether the published loop is run, too.
+        runs_loop: whether the published loop runs too.
     """
     commits = _commits(trajectory)
     rows, known = _states(prompt, trajectory, commits)
@@ -145,9 +146,10 @@ def replay(
 
 
 def _commits(trajectory: dict[str, Any]) -> list[tuple[int, int, int, float | None]]:
-    """Return all commits in order: step, canvas position (below 0 in the prompt), token, logprob.
+    """Return all commits in order: step, canvas position, token, log probability.
 
-    Those of a rule that fills come with the step after which it did so.
+    Positions in the prompt are negative. If the rule fills positions after a step, these commits
+    have the number of that step.
     """
     edits = trajectory["edits"]
     if edits is not None:
@@ -172,9 +174,10 @@ def _states(
     trajectory: dict[str, Any],
     commits: Sequence[tuple[int, int, int, float | None]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the row [T] before each of S steps, [S, T], and what was known at first, [T]."""
+    """Return the row before each of S steps, [S, T], and a mask [T] of tokens known at first."""
     parameters, start = trajectory["parameters"], len(prompt)
-    last = max((place for _, place, *_ in commits), default=0)  # a draft may go beyond the answer
+    # A draft may reach beyond the answer.
+    last = max((place for _, place, *_ in commits), default=0)
     length = start + max(parameters["gen_length"], len(trajectory["token_ids"]), last + 1)
     row = torch.full((length,), parameters["mask_id"])
     row[:start] = torch.tensor(prompt)
@@ -203,9 +206,9 @@ def _distributions(
     trajectory: dict[str, Any],
     commits: Sequence[tuple[int, int, int, float | None]],
 ) -> tuple[Tensor, Tensor]:
-    """Return log probabilities [S, T, V] of every position, in the row before each step.
+    """Return log probabilities [S, T, V] of every position in the row before each step.
 
-    Also the largest logit [S, T] there, at least 1.
+    Also return the largest logit [S, T] of each position, at least 1.
     """
     parameters = trajectory["parameters"]
     is_grid = is_of_grid(parameters)
@@ -213,7 +216,8 @@ def _distributions(
 
     def logits_of(ids: Tensor) -> Tensor:
         if hasattr(model, "causal_logits"):
-            # There is room for a whole block behind the last position of an answer.
+            # Append a block of masks, so that a whole block fits behind the last position of an
+            # answer.
             room = (0, trajectory["block_length"])
             ids = torch.nn.functional.pad(ids, room, value=parameters["mask_id"])
             contexts = _contexts(ids, trajectory, commits)
@@ -237,7 +241,7 @@ def _distributions(
         for step in sorted({commit[0] for commit in commits}):
             logits[step - 1, start:] = shaping.edited(
                 logits[step - 1, start:],
-                rows[step - 1, :end].tolist(),  # what follows is no part of the answer
+                rows[step - 1, :end].tolist(),  # The tokens behind it are not part of the answer.
                 start,
                 edits,
                 parameters["mask_id"],
@@ -256,13 +260,14 @@ def _contexts(
     trajectory: dict[str, Any],
     commits: Sequence[tuple[int, int, int, float | None]],
 ) -> list[range | None]:
-    """Return the block that sees itself in each step, in families whose context is causal.
+    """Return the block with bidirectional attention in each step; None for a causal forward.
 
-    None stands for a causal forward: a seed's, or one that confirms what was drafted.
+    This is for families with a causal context. A forward is causal if it predicts a seed, or
+    confirms drafted tokens.
     """
     start, width = trajectory["prompt_length"], trajectory["block_length"]
     parameters, contexts = trajectory["parameters"], list[range | None]()
-    following = start  # the first position that is not confirmed
+    following = start  # first position that is not confirmed
     for step, row in enumerate(rows, start=1):
         own = [(start + place, token) for when, place, token, _ in commits if when == step]
         if parameters["algorithm"] == "self_speculation":
@@ -281,7 +286,7 @@ def _contexts(
 
 
 def _behind(model: Any, row: Tensor, block: range | None) -> Tensor:
-    """Return logits [T, V] of a row [T] behind a causal context, by the position they are for."""
+    """Return logits [T, V] of a row [T] after a causal context, by the predicted position."""
     if block is None:
         return shift_right(model.causal_logits(row[None], len(row)))[0]
     logits = model.causal_logits(row[None, : block.stop], block.start)[0]
@@ -289,15 +294,15 @@ def _behind(model: Any, row: Tensor, block: range | None) -> Tensor:
 
 
 def is_of_grid(parameters: dict[str, Any]) -> bool:
-    """Whether the parameters are a block-causal family's."""
+    """Whether the parameters belong to a block-causal family."""
     return parameters["algorithm"] in _OF_GRIDS or "steps_per_block" in parameters
 
 
 def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -> list[int] | None:
-    """Run the published loop of a trajectory's parameters.
+    """Run the published loop for the parameters of a trajectory.
 
     Returns:
-        canvas positions with another token or step; None where no loop knows the parameters.
+        canvas positions with another token or step; None if no loop supports the parameters.
     """
     parameters = trajectory["parameters"]
     is_edited = any(parameters[name] != neutral for name, neutral in _EDITS.items())
@@ -308,7 +313,7 @@ def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -
     if is_edited or is_cut or parameters["suffix_ids"]:
         return None
     if trajectory["mask_forbidden"] and parameters["algorithm"] != "hierarchy_block":
-        return None  # the loops never do that
+        return None  # The published loops never forbid the mask token.
     run = _run_blocks if is_grid else _run_loop
     wanted = run(model, prompt, trajectory)
     filled, last = set(trajectory["filled"]), trajectory["num_steps"]
@@ -327,7 +332,7 @@ def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -
 def _run_loop(
     model: Any, prompt: Sequence[int], trajectory: dict[str, Any]
 ) -> list[tuple[int, int]]:
-    """Return token and step of every canvas position, by the loop of a full-attention family."""
+    """Return token and step of every canvas position from the loop of a full-attention family."""
     parameters, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
     ids = decode.SpecialIds(parameters["mask_id"], parameters["eos_id"], parameters["eot_id"])
     own = {name: parameters[name] for name in _OWN[algorithm] if parameters[name] not in (None, [])}
@@ -358,7 +363,7 @@ def _run_loop(
 def _run_blocks(
     model: Any, prompt: Sequence[int], trajectory: dict[str, Any]
 ) -> list[tuple[int, int]]:
-    """Return the same by the loop of a block-causal family."""
+    """Return token and step of every canvas position from the loop of a block-causal family."""
     parameters, algorithm = trajectory["parameters"], trajectory["parameters"]["algorithm"]
     width, seed = parameters["block_length"], trajectory["seed"]
 

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the run_<family>_server.sh scripts share: find the model, then become the server.
-# Source it and call serve_family; it needs no set-up step, only an environment that can run vLLM.
+# Functions that the run_<family>_server.sh scripts share: find the model, then become the server.
+# Source this file and call serve_family. It needs no set-up step, only an environment that can run
+# vLLM.
 
 set -euo pipefail
 
@@ -11,8 +12,8 @@ refuse() {
   exit 1
 }
 
-# tell_usage TITLE VARIABLE DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN
-tell_usage() {
+# print_usage TITLE VARIABLE DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN
+print_usage() {
   cat <<END
 Serve $1 checkpoint over HTTP.
 
@@ -23,11 +24,11 @@ usage: scripts/$(basename -- "$0") [server arguments]
 
 Environment:
   MODEL_DIR                        the checkpoint, a folder or a name on the Hugging Face Hub;
-                                   wins over the two below
+                                   overrides the next two variables
 $(printf '  %-32s the same' "$2")
-  MOSAIC_MODEL_ROOT                folder that holds $3
+  MOSAIC_MODEL_ROOT                folder that contains $3
                                    (default \$MOSAIC_HOME/models)
-  MOSAIC_HOME                      this repository (default: where this script lies)
+  MOSAIC_HOME                      this repository (default: the folder of this script's repository)
   HOST, PORT                       default 127.0.0.1 and $4
   MAX_MODEL_LEN                    prompt and canvas together, in tokens (default $5)
   GPU_MEMORY_UTILIZATION           share of the GPU's memory (default 0.92)
@@ -39,9 +40,9 @@ END
 
 # serve_family TITLE FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
 #
-# The model is the first that is set of $MODEL_DIR, the family's own variable ($LLADA_MODEL_DIR), and
-# $MOSAIC_MODEL_ROOT/DEFAULT_NAME; $PORT and $MAX_MODEL_LEN win over the last two defaults. Replaces
-# the shell by the server, so signals reach it.
+# The model is $MODEL_DIR, else the family's own variable (such as $LLADA_MODEL_DIR), else
+# $MOSAIC_MODEL_ROOT/DEFAULT_NAME. $PORT and $MAX_MODEL_LEN override the last two defaults. The
+# server replaces the shell, so signals reach it.
 serve_family() {
   local title=$1 family=$2 default_name=$3 default_port=$4 default_max_len=$5
   shift 5
@@ -49,7 +50,7 @@ serve_family() {
   variable=${variable//-/_}_MODEL_DIR
   case "${1:-}" in
     -h | --help)
-      tell_usage "$title" "$variable" "$default_name" "$default_port" "$default_max_len"
+      print_usage "$title" "$variable" "$default_name" "$default_port" "$default_max_len"
       exit
       ;;
   esac
@@ -57,11 +58,11 @@ serve_family() {
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
 
-  # A folder is served under its last name, and under the path as vLLM would.
+  # A folder is served under its last name, and under its path, as by vLLM.
   local names=()
   [ ! -d "$model" ] || names=(--served-model-name "$(basename -- "$(realpath -s -- "$model")")" "$model")
 
-  local tiny=$family # or one of which there is a tiny model
+  local tiny=$family # the family, or a similar one that has a tiny model
   case $family in stable-diffcoder) tiny=llada ;; esac
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
     "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Make .venv, install the pinned packages and compile the native kernels; what is there is kept.
+# Make .venv, install the pinned packages and compile the native kernels; existing parts are kept.
 #
 # usage: scripts/setup.sh [test] [--all-gpus]
-#   test          also what the tests and scripts/check need
-#   --all-gpus    compile for every supported GPU, also where there is none; otherwise for the GPU
-#                 of this machine
+#   test          also install the packages for the tests and scripts/check
+#   --all-gpus    compile for every supported GPU, even on a machine without one; otherwise for
+#                 the GPU of this machine
 #
 # Environment: as scripts/quickstart.sh.
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Set everything up and run the tests. Tests that need a GPU are left out where there is none.
+# Set everything up and run the tests. Without a GPU, the tests that need one are left out.
 #
 # usage: scripts/test.sh [--fast | --gpu] [pytest arguments]
 #   scripts/test.sh                     all tests; without a GPU in several processes
 #   scripts/test.sh --fast              without the tests that tests/durations.json lists as slow
-#   scripts/test.sh --gpu               those that need a GPU, several at a time (scripts/gpu_tests.sh)
+#   scripts/test.sh --gpu               tests that need a GPU, several at a time (scripts/gpu_tests.sh)
 #   scripts/test.sh tests/test_docs.py  one file
 #   scripts/test.sh -k parity -x        pytest's own options
 #
@@ -18,7 +18,7 @@ case "${1:-}" in
   -h | --help) show_help "$0" && exit ;;
 esac
 
-unset PYTHONDONTWRITEBYTECODE # dozens of processes would compile all modules again
+unset PYTHONDONTWRITEBYTECODE # otherwise dozens of processes would compile all modules again
 setup test
 if [ "${1:-}" = --gpu ]; then
   shift
@@ -27,8 +27,8 @@ fi
 make_tiny_model
 cd "$ROOT"
 
-# count_processes: one more than cores, because tests also wait for servers; 8 at most. With the
-# servers that it starts, a process takes up to 4 GiB.
+# count_processes: print one more than the cores, because tests also wait for servers, but at most
+# 8. With the servers that it starts, a process takes up to 4 GiB.
 count_processes() {
   local limit processes
   processes=$(($(nproc) + 1))

@@ -5,7 +5,7 @@
     scripts/test_api_request.py --model-family llada --host http://127.0.0.1:8901 \
         --steps 8 --gen-length 32 --block-length 32 --prompt "What is the capital of France?"
 
-If the server requires a key, set VLLM_API_KEY. The body has the ten standard fields, whatever the
+If the server requires a key, set VLLM_API_KEY. The body has the same ten standard fields for every
 family. Exit status: 0 with the answer on stdout, and a note on stderr if it has no text; 1 with one
 line on stderr if the server is absent, refuses the request, or does not answer in time; 2 for wrong
 arguments.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import requests
-except ImportError:  # not this interpreter's, but that of the set-up
+except ImportError:  # requests is not installed for this interpreter, but for the one of the set-up
     _PYTHON = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
     if not _PYTHON.exists() or Path(sys.prefix) == _PYTHON.parents[1]:
         sys.exit("error: no module named requests; scripts/setup.sh installs it")
@@ -40,12 +40,12 @@ WANTED_MASK_ID = re.compile(r"mask_id: given \d+; wanted the model's: (\d+)")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Facts about a family that a client must know.
+    """Facts about a family that a client needs.
 
     Attributes:
         mask_id: id of the mask token of its released checkpoints.
         port: port of its server script.
-        block_length: tokens of a block, as released.
+        block_length: tokens per block, as released.
         fields: further fields of the body, which choose the decoding of the family's authors.
     """
 
@@ -85,7 +85,7 @@ class RefusalError(RequestError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     options = parse_arguments(arguments)
     host = options.host or f"http://127.0.0.1:{FAMILIES[options.model_family].port}"
     url = host.rstrip("/") + "/generate"
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def emptiness(answer: dict[str, Any]) -> str:
-    """Explain why there is nothing to read in an answer; empty if there is something."""
+    """Explain why an answer has no text; empty if it has text."""
     if any(answer["text"]):
         return ""
     return f"empty answer: {answer['diffusion']['num_end_tokens']} end tokens"
@@ -121,7 +121,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--raw", action="store_true", help="send the prompt as it is, without the chat template"
     )
-    parser.add_argument("--steps", type=int, default=32, help="denoise steps")
+    parser.add_argument("--steps", type=int, default=32, help="denoising steps")
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length in tokens")
     parser.add_argument(
         "--block-length", type=int, help="tokens of one block (default 32, for sdar 4)"
@@ -184,10 +184,10 @@ def payload(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ask(url: str, body: dict[str, Any], options: argparse.Namespace) -> str:
-    """Send `body`, and once more if the served checkpoint's mask token is not the family's usual.
+    """Send `body`; send it again if the served checkpoint has another mask token than the family.
 
     Raises:
-        RequestError: as `post`.
+        RequestError: see `post`.
     """
     try:
         return post(url, body, options.timeout)
@@ -207,7 +207,7 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
 
     Raises:
         RefusalError: the server refused.
-        RequestError: nobody listens at `url`, or no whole answer came in time.
+        RequestError: no server listens at `url`, or no complete answer arrived in time.
     """
     with requests.Session() as session:
         session.trust_env = urllib.parse.urlsplit(url).hostname not in LOOPBACK
@@ -225,7 +225,7 @@ def post(url: str, body: dict[str, Any], timeout: float) -> str:
 
 
 def no_answer(url: str, error: BaseException) -> str:
-    """Explain why nobody answered, in the words of the first cause."""
+    """Explain why there is no answer, with the message of the first cause."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     if isinstance(error, OSError) and not isinstance(error, ConnectionResetError):

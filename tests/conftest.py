@@ -18,6 +18,7 @@ import json
 import os
 import threading
 from collections import Counter, defaultdict
+from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +55,7 @@ WANTED = {"server/test_fuzz.py": "schemathesis", "test_fleet_examples.py": "kube
 collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) is None]
 
 GPU_MARKERS = ("gpu", "multi_gpu")
+INTERPRETER_TESTS = "tests/native/test_interpreter.py"
 DURATIONS = Path(__file__).with_name("durations.json")
 MIN_SLOW_S = 1.0  # of all cases of a test function together
 # Each GPU test of these folders starts an engine or a server. That takes up to a minute, about as
@@ -81,12 +83,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--references",
         action="store_true",
-        help="compute a sample of the written runs anew, though the sources are as they were then",
+        help="compute a sample of the written runs and interpret kernels though no source changed",
     )
     parser.addoption(
         "--write-golden",
         action="store_true",
-        help="compute the runs of the references that the tests ask for, and write them",
+        help="compute and write the runs of references that the tests read, and record that the"
+        " tests of interpreted kernels passed",
     )
 
 
@@ -120,6 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if skips_references and item.nodeid.startswith("tests/reference/"):
             item.add_marker(pytest.mark.skipif(are_golden(), reason="as the runs were written"))
+        if skips_references and item.nodeid.startswith(INTERPRETER_TESTS):
+            reason = "the kernels are as they were when these tests passed"
+            item.add_marker(pytest.mark.skipif(is_interpreted(), reason=reason))
         is_of_model = item.get_closest_marker("model") is not None
         if is_of_model and not any(os.environ.get(name) for name in MODEL_VARIABLES):
             item.add_marker(pytest.mark.skip(reason=f"needs one of {', '.join(MODEL_VARIABLES)}"))
@@ -192,15 +198,19 @@ def num_gpus(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def quick_starts() -> Iterator[None]:
-    """For engines that a test starts through other code, as those of tests.engine.harness."""
+    """Start engines that a test starts through other code as fast as those of the harness.
+
+    Each start collects garbage several times, which takes a second each in a process with so many
+    modules. On a GPU a collection also frees memory.
+    """
     from tests.engine.harness import freeze_imports, small_pool
 
     freeze_imports()
-    with (
-        mock.patch.object(gc, "freeze"),
-        mock.patch.object(gc, "unfreeze"),
-        mock.patch.dict(os.environ, small_pool()),
-    ):
+    collections = ("freeze", "unfreeze") if count_gpus() else ("freeze", "unfreeze", "collect")
+    with ExitStack() as stack:
+        for name in collections:
+            stack.enter_context(mock.patch.object(gc, name))
+        stack.enter_context(mock.patch.dict(os.environ, small_pool()))
         yield
 
 
@@ -246,8 +256,23 @@ def are_golden() -> bool:
     return golden.is_up_to_date()
 
 
+@cache
+def is_interpreted() -> bool:
+    """The tests of the interpreter passed with this code."""
+    from tests import interpreted
+
+    return interpreted.is_up_to_date()
+
+
 class GoldenWriter:
-    """Writes what the references computed in this session."""
+    """Writes what the references computed, and that the tests of interpreted kernels passed."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.nodeid.startswith(INTERPRETER_TESTS):
+            self.outcomes.append(report.outcome)
 
     def pytest_sessionstart(self) -> None:
         from tests.reference import golden
@@ -258,6 +283,10 @@ class GoldenWriter:
         from tests.reference import golden
 
         golden.write()
+        if self.outcomes and {*self.outcomes} == {"passed"}:
+            from tests import interpreted
+
+            interpreted.write_digest()
 
 
 @cache

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels on the CPU, by Triton's interpreter."""
+"""Triton kernels on the CPU, by Triton's interpreter.
 
+The interpreter takes long, so the tests that use it are left out while the code of the kernels, of
+their references and of these tests is as it was when they passed last: interpreted.sha256 holds its
+digest, and `pytest --write-golden tests/native/test_interpreter.py` writes it.
+"""
+
+import ast
+import hashlib
 import json
 import os
 import select
@@ -11,6 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 300
+_DIGEST = Path(__file__).with_suffix(".sha256")
+_SOURCES = (
+    *("gather_gemm/*.py", "vllm_add_llada/**/*.py", "vllm/diffusion/layers/split_attention/*.py"),
+    *("vllm/diffusion/guided/*.py", "vllm/diffusion/core/*.py", "tests/interpreted.py"),
+    *("tests/pages.py", "tests/native/support.py", "tests/native/test_interpreter.py"),
+    *("tests/models/split_kernel.py", "tests/guided/support.py", "tests/guided/joint_kernels.py"),
+)
 
 # Triton decides at import, so a process of its own runs the programs: each in a fork of it, as most
 # of them take less time than the imports. It ends with its standard input.
@@ -61,6 +75,31 @@ def run_interpreted(program: str) -> None:
     assert answer, "the process that runs programs has ended"
     message = json.loads(answer)
     assert not message, message
+
+
+def is_up_to_date() -> bool:
+    """Is the code the same as when the tests passed last?"""
+    return _DIGEST.exists() and _DIGEST.read_text(encoding="utf-8").strip() == digest()
+
+
+def write_digest() -> None:
+    _DIGEST.write_text(digest() + "\n", encoding="utf-8")
+
+
+def digest() -> str:
+    """Return a digest of the code, without comments and docstrings."""
+    paths = sorted(path for pattern in _SOURCES for path in ROOT.glob(pattern))
+    trees = [ast.dump(_without_docstrings(ast.parse(path.read_bytes()))) for path in paths]
+    return hashlib.sha256("\n".join(trees).encode()).hexdigest()
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            del body[0]
+    return tree
 
 
 @cache

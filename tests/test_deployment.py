@@ -213,23 +213,24 @@ def test_the_front_end_asks_the_route_of_the_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "said"),
+    ("programs", "message"),
     [
-        ({"chromium": "exit 1"}, ""),
-        ({}, "there is no apt-get"),
-        ({"apt-get": "exit 1", "id": "echo 1000"}, "apt-get wants root"),
+        ({"chromium": "exit 1", "ccache": "exit 1"}, ""),
+        ({"ccache": "exit 1"}, "no chromium: there is no apt-get"),
+        ({}, "no chromium ccache: there is no apt-get"),
+        ({"apt-get": "exit 1", "id": "echo 1000"}, "apt-get requires root"),
         ({"apt-get": "exit 1", "id": "echo 0"}, "apt-get update failed"),
         ({"apt-get": "case $* in *install*) exit 1; esac", "id": "echo 0"}, "install failed"),
     ],
 )
-def test_a_browser_that_cannot_be_had_is_one_line(
-    tmp_path: Path, programs: dict[str, str], said: str
+def test_packages_that_cannot_be_installed_are_one_line(
+    tmp_path: Path, programs: dict[str, str], message: str
 ) -> None:
     for name, script in {**programs, "timeout": 'shift; "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    done = run("/bin/bash", ROOT / ".ci" / "chromium", env={"PATH": str(tmp_path)})
-    output = done.stderr.replace("==> installing chromium\n", "")
+    done = run("/bin/bash", ROOT / ".ci" / "packages", env={"PATH": str(tmp_path)})
+    output = done.stderr.replace("==> installing chromium ccache\n", "")
     assert done.returncode == 0
-    assert output.count("\n") == (1 if said else 0)
-    assert said in output
+    assert output.count("\n") == (1 if message else 0)
+    assert message in output

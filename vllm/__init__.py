@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hinge of the overlay: `import vllm` finds this folder first and upstream's package second.
+"""Entry of the overlay: `import vllm` finds this folder first and upstream's package second.
 
-This folder holds only what diffusion language models add. Everything else, the public names of
-`vllm` included, is upstream's: its `__init__.py` is executed in this module's namespace.
+This folder contains only what diffusion language models add. Everything else, including the public
+names of `vllm`, is upstream's: its `__init__.py` is executed in this module's namespace.
 """
 
 import os as _os
@@ -31,7 +31,8 @@ _preflight.check()
 _environment.allow_our_plugins()
 _environment.limit_thread_spinning()
 _environment.take_stop_strings()
-_prestart.begin()  # before the server's own imports, so that both go on at the same time
+# It runs before the server's own imports, so that both import at the same time.
+_prestart.begin()
 
 _deferred_imports.read_models_once()
 _deferred_imports.replace_upstreams_command()

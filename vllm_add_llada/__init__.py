@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the LLaDA family; see `vllm_add_llada.cuda_kernels`."""
+"""CUDA kernels of the LLaDA family; see `vllm_add_llada.cuda_kernels`."""

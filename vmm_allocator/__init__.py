@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA virtual memory: an address range that is backed by physical chunks where it is needed.
+"""CUDA virtual memory: an address range of which only the parts in use are backed by memory.
 
 `Arena` is the range, `Arena.tensor` makes tensors on its memory, and `TorchPool` is a PyTorch
-memory pool in it. Importing never fails: without the compiled module (`is_built`) or a driver,
+memory pool in it. The import never fails. Without the compiled module (see `is_built`) or a driver,
 making an `Arena` raises a typed error.
 """
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the allocator; each says in bytes what was asked for and what there is::
+"""Errors of the allocator; errors about memory carry the requested and available bytes::
 
-VmmError
-├── NotBuiltError            the compiled module is missing
-├── DriverUnavailableError   there is no CUDA driver, or one without virtual memory
-├── DriverError              a call of the driver failed
-├── OutOfMemoryError         the card has no room for the chunks
-├── LimitError               the arena's own limit has no room for the chunks
-├── ReservationError         the address range is too small
-├── InUseError               a tensor or a graph still refers to the memory
-├── ClosedArenaError         the arena has been closed
-└── ForkedArenaError         the arena belongs to the parent of this process
+VmmError ├── NotBuiltError            the compiled module is missing ├── DriverUnavailableError
+there is no CUDA driver, or one without virtual memory ├── DriverError              a call of the
+driver failed ├── OutOfMemoryError         the card has no room for the chunks ├── LimitError
+the arena's own limit has no room for the chunks ├── ReservationError         the address range is
+too small ├── InUseError               a tensor or a graph still refers to the memory ├──
+ClosedArenaError         the arena has been closed └── ForkedArenaError         the arena belongs to
+the parent of this process
 """
 
 
@@ -23,7 +20,7 @@ class NotBuiltError(VmmError):
 
 
 class DriverUnavailableError(VmmError):
-    """There is no CUDA driver, it is too old, or it finds no device with virtual memory."""
+    """There is no CUDA driver, it is too old, or it has no device with virtual memory."""
 
 
 class DriverError(VmmError):
@@ -41,9 +38,9 @@ class OutOfMemoryError(VmmError):
         self, message: str, requested_bytes: int, held_bytes: int, free_bytes: int
     ) -> None:
         super().__init__(message)
-        self.requested_bytes = requested_bytes  # chunks that had to be created
-        self.held_bytes = held_bytes  # chunks of the arena, mapped and spare
-        self.free_bytes = free_bytes  # free memory of the device
+        self.requested_bytes = requested_bytes  # bytes of chunks that had to be created
+        self.held_bytes = held_bytes  # bytes of the arena's chunks, mapped and spare
+        self.free_bytes = free_bytes  # free memory of the device in bytes
 
 
 class LimitError(VmmError):
@@ -53,13 +50,13 @@ class LimitError(VmmError):
         self, message: str, requested_bytes: int, held_bytes: int, limit_bytes: int
     ) -> None:
         super().__init__(message)
-        self.requested_bytes = requested_bytes  # chunks that had to be created
-        self.held_bytes = held_bytes  # chunks of the arena, mapped and spare
+        self.requested_bytes = requested_bytes  # bytes of chunks that had to be created
+        self.held_bytes = held_bytes  # bytes of the arena's chunks, mapped and spare
         self.limit_bytes = limit_bytes
 
 
 class ReservationError(VmmError):
-    """More was asked for than the reserved address range holds; nothing has changed."""
+    """The request exceeds the reserved address range; nothing has changed."""
 
     def __init__(self, message: str, requested_bytes: int, reserved_bytes: int) -> None:
         super().__init__(message)
@@ -73,7 +70,7 @@ class InUseError(VmmError):
     def __init__(self, message: str, first_bytes: int, end_bytes: int) -> None:
         super().__init__(message)
         self.first_bytes = first_bytes  # offset of the first chunk in use within the range
-        self.end_bytes = end_bytes  # offset of the end of the last one
+        self.end_bytes = end_bytes  # offset of the end of the last chunk in use
 
 
 class ClosedArenaError(VmmError):
@@ -81,4 +78,4 @@ class ClosedArenaError(VmmError):
 
 
 class ForkedArenaError(VmmError):
-    """The arena was made before a fork; a child cannot use CUDA memory of its parent."""
+    """The arena was created before a fork; a child process cannot use CUDA memory of its parent."""

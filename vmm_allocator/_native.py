@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import of the compiled module, or the reason why there is none."""
+"""Import of the compiled module; if it is missing, the reason is kept for error messages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ except ImportError as error:
 
 
 def is_built() -> bool:
-    """Whether the compiled module is there; without it no arena can be made."""
+    """Whether the compiled module is available; without it no arena can be created."""
     return _module is not None
 
 
 def native() -> ModuleType:
-    """Return the compiled module; raises NotBuiltError without it."""
+    """Return the compiled module; raise NotBuiltError if it is missing."""
     if _module is None:
         raise NotBuiltError(_reason)
     return _module

@@ -62,7 +62,8 @@ Arena::~Arena() {
 }
 
 void Arena::require_own_process() const {
-  if (owner_ != getpid()) throw ArenaForked(owner_);  // before locking: a thread may be gone
+  // Check before locking: the thread that holds the lock may not exist in this process.
+  if (owner_ != getpid()) throw ArenaForked(owner_);
 }
 
 void Arena::require_usable() const {
@@ -76,7 +77,7 @@ Arena::Range Arena::covering(size_t offset, size_t num_bytes) const {
   return {offset / chunk_bytes_, round_up(offset + num_bytes, chunk_bytes_) / chunk_bytes_};
 }
 
-// The longest stretches of the range in which every position, or none, is mapped.
+// The longest runs of positions in the range that are all mapped, or all unmapped.
 std::vector<Arena::Range> Arena::runs(Range range, bool mapped) const {
   std::vector<Range> found;
   for (size_t i = range.first; i < range.end; ++i) {
@@ -119,7 +120,7 @@ void Arena::grow(size_t num_bytes) {
   require_usable();
   const size_t front_limit = front_end_ * chunk_bytes_;
   if (num_bytes > front_limit) throw ReservationExceeded(num_bytes, front_limit);
-  // What lies below the front is mapped.
+  // Everything below the front is mapped already.
   map_range({front_, std::max(front_, covering(0, num_bytes).end)});
 }
 
@@ -139,8 +140,8 @@ void Arena::map_range(Range range) {
   for (const Range run : missing) note_mapped(run);
 }
 
-// Maps chunks at runs of positions, in order, and gives the device access run by run; nothing is
-// mapped where it fails.
+// Maps chunks at runs of positions, in order, and gives the device access run by run. If a call
+// fails, nothing stays mapped.
 CUresult Arena::attach(const std::vector<Range>& runs, const std::vector<Chunk>& chunks,
                        const char** call) {
   const Driver& cuda = driver();
@@ -209,7 +210,7 @@ void Arena::unmap_range(Range range, bool keep) {
   check("cuMemUnmap", result);
 }
 
-// Unmaps one run of mapped positions and appends its chunks.
+// Unmaps one run of mapped positions and appends its chunks to `chunks`.
 CUresult Arena::detach(Range run, std::vector<Chunk>& chunks) {
   const size_t count = run.end - run.first;
   chunks.reserve(chunks.size() + count);
@@ -333,7 +334,7 @@ void Arena::tear_down() noexcept {
     store_->trim(0);
   } catch (const DriverError& error) {
     report("cuMemRelease", error.result);
-  } catch (const std::bad_alloc&) {  // the process's end frees the rest
+  } catch (const std::bad_alloc&) {  // the end of the process frees the remaining memory
   }
   report("cuMemAddressFree", cuda.address_free(base_, reserved_bytes_));
   if (pushed == CUDA_SUCCESS) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arena on CUDA virtual memory: one address range, physical memory where it is needed."""
+"""Arena on CUDA virtual memory: one address range, of which parts are backed by memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NO_LIMIT = 2**63 - 1
 class Statistics:
     """State of an arena.
 
-    Every ``_bytes`` is a number of bytes; every ``num_`` and ``_seconds`` (of host time, inside the
-    driver) counts from the start of the arena.
+    Every ``_bytes`` is a number of bytes. Every ``num_`` and ``_seconds`` (host time inside the
+    driver) is a total since the arena was created.
     """
 
-    reserved_bytes: int  # addresses
+    reserved_bytes: int  # size of the address range
     chunk_bytes: int
-    granularity_bytes: int  # the driver's
+    granularity_bytes: int  # granularity of the driver
     front_bytes: int  # mapped without a hole from the base on
     mapped_bytes: int  # mapped anywhere
     spare_bytes: int  # physical memory that is kept without an address
@@ -43,40 +43,40 @@ class Statistics:
     num_chunks_released: int
     create_seconds: float
     map_seconds: float
-    access_seconds: float  # let the device read and write what has been mapped
+    access_seconds: float  # time to give the device access to mapped memory
     unmap_seconds: float
     release_seconds: float
-    wait_seconds: float  # for the device, before unmapping
+    wait_seconds: float  # time to wait for the device before unmapping
 
     @property
     def held_bytes(self) -> int:
-        """Physical memory of the arena, mapped or spare."""
+        """Physical memory of the arena in bytes, mapped or spare."""
         return self.mapped_bytes + self.spare_bytes
 
 
 class Arena:
     """Reserved range of device addresses, parts of which are backed by chunks of memory.
 
-    The front of the range grows and shrinks in whole chunks. What is not unmapped keeps its address
-    and its contents, so tensors and captured graphs there stay good. Chunks that
-    are unmapped with ``keep=True`` become spares: the next mapping takes them, wherever it is,
-    before it creates any. A `TorchPool` takes addresses from the end of the range and chunks from
-    the same spares, under the same limit.
+    The front of the range grows and shrinks in whole chunks. Memory keeps its address and its
+    contents until it is unmapped, so tensors and captured graphs on it stay valid. Chunks that are
+    unmapped with ``keep=True`` become spares: the next mapping anywhere in the range uses them
+    before it creates new chunks. A `TorchPool` takes addresses from the end of the range and chunks
+    from the same spares, under the same limit.
 
     Teardown:
 
-    * A tensor of `tensor` keeps its memory. Unmapping under one raises `InUseError`. `close` with
-      living tensors takes effect when the last of them is gone.
-    * A captured graph keeps nothing by itself: whoever keeps the graph keeps the tensors that it
-      was captured over. Replaying a graph into unmapped memory is a device fault, which the process
-      does not survive.
-    * Then, in this order: wait for the device, unmap, release the chunks, free the addresses, let
-      go of the primary context. What fails is written to stderr; nothing is raised, and at the end
-      of the process nothing need be closed.
+    * A tensor of `tensor` keeps its memory. Unmapping memory under a tensor raises `InUseError`.
+      `close` with living tensors takes effect when the last of them is gone.
+    * A captured graph keeps nothing by itself: code that keeps the graph must keep the tensors that
+      it was captured over. Replaying a graph into unmapped memory is a device fault, which the
+      process does not survive.
+    * Teardown then runs in this order: wait for the device, unmap, release the chunks, free the
+      addresses, release the primary context. Failures are written to stderr and never raised. At
+      the end of the process nothing needs to be closed.
     * In a child made by fork every method raises `ForkedArenaError`, and teardown does nothing.
 
-    Methods may be called from several threads, and let other Python threads run meanwhile. Mapping
-    is allowed while a stream is being captured; `shrink`, which waits for the device, is not.
+    Methods may be called from several threads, and release the GIL. Mapping is allowed while a
+    stream is being captured; `shrink`, which waits for the device, is not.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Arena:
 
         Args:
             reserve_bytes: Size of the address range, rounded up to whole chunks. Addresses cost no
-                memory (16 host bytes a chunk): take far more than the card has.
+                device memory (16 host bytes per chunk), so reserve far more than the card has.
             chunk_bytes: Unit of physical memory; None takes the environment variable
                 VLLM_VMM_CHUNK_SIZE, or 2 MiB without it. Rounded up, with a warning, to a multiple
                 of the driver's granularity.
-            limit_bytes: Most physical memory that the arena may hold.
+            limit_bytes: Maximum physical memory of the arena.
             device: CUDA ordinal.
 
         Raises:
@@ -139,8 +139,8 @@ class Arena:
     def grow(self, num_bytes: int) -> int:
         """Map chunks until the first ``num_bytes`` are mapped; never unmaps.
 
-        New memory holds arbitrary bytes. Costs tens of microseconds a chunk: keep it off the path
-        of a small step.
+        New memory holds arbitrary bytes. A chunk takes tens of microseconds to map, so do not call
+        this for every small step.
 
         Returns:
             `front_bytes`.
@@ -155,19 +155,19 @@ class Arena:
         return self.front_bytes
 
     def shrink(self, num_bytes: int, *, keep: bool = False) -> int:
-        """Wait for the device, then unmap the front's chunks that lie wholly beyond ``num_bytes``.
+        """Wait for the device, then unmap the front's chunks that lie entirely beyond a size.
 
         Args:
             num_bytes: Bytes that stay mapped.
-            keep: Whether the chunks become spares, instead of going back to the device.
+            keep: Whether the chunks become spares; otherwise they are returned to the device.
 
         Returns:
             `front_bytes`.
 
         Raises:
             ValueError: ``num_bytes`` is negative.
-            InUseError: A tensor refers to a chunk beyond; nothing has changed.
-            DriverError: The device cannot be waited for, or a chunk cannot be unmapped.
+            InUseError: A tensor refers to a chunk beyond ``num_bytes``; nothing has changed.
+            DriverError: Waiting for the device or unmapping a chunk failed.
             ClosedArenaError: The arena is closed.
         """
         check_count("Arena", "num_bytes", num_bytes, 0)
@@ -175,7 +175,7 @@ class Arena:
         return self.front_bytes
 
     def trim(self, num_bytes: int = 0) -> None:
-        """Give spare chunks back to the device until at most ``num_bytes`` of them are left."""
+        """Return spare chunks to the device until at most ``num_bytes`` of spares are left."""
         check_count("Arena", "num_bytes", num_bytes, 0)
         self._arena.trim(num_bytes)
 
@@ -189,9 +189,9 @@ class Arena:
     ) -> torch.Tensor:
         """Make a contiguous tensor on the arena's memory; nothing is copied or initialised.
 
-        The memory stays mapped for as long as the tensor or a view of it lives, if it `holds`.
-        Whoever asks for one that does not may unmap the memory under it and map it again: nothing
-        may touch the tensor meanwhile, and its contents are lost.
+        With `holds`, the memory stays mapped as long as the tensor or a view of it lives. Without
+        it, the caller may unmap the memory under the tensor and map it again. Nothing may access
+        the tensor meanwhile, and its contents are lost.
 
         Args:
             offset_bytes: Offset from the base; a multiple of the dtype's size.
@@ -215,20 +215,21 @@ class Arena:
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=device)
         view = native().View(self._arena, offset_bytes, num_bytes)
-        # The interface knows no bf16, so the memory travels as bytes.
-        kept = view if holds else None  # the view has checked the range
+        # The CUDA array interface has no bf16, so PyTorch imports the memory as bytes.
+        # Creating the view has checked the range even if it is not kept.
+        kept = view if holds else None
         memory = torch.as_tensor(_Memory(kept, self._base + offset_bytes, num_bytes), device=device)
         if memory.data_ptr() != self._base + offset_bytes:
             raise VmmError("Arena: PyTorch copied the memory instead of referring to it")
         return memory.view(dtype).view(shape)
 
     def statistics(self) -> Statistics:
-        """Return the present state; also of a closed arena."""
+        """Return the current state; works for a closed arena too."""
         actual = self._arena.statistics()
         return Statistics(**{name: getattr(actual, name) for name in Statistics.__annotations__})
 
     def close(self) -> None:
-        """Give everything back: now, or when the last tensor and segment are gone.
+        """Release all memory and addresses: now, or when the last tensor and segment are gone.
 
         May be called again. Never raises.
         """
@@ -247,7 +248,7 @@ class Arena:
 
 
 class _Memory:
-    """Bytes of an arena in the form that PyTorch imports, which keeps it as long as the storage."""
+    """Bytes of an arena in the form that PyTorch imports; a storage keeps this object alive."""
 
     def __init__(self, view: Any, address: int, num_bytes: int) -> None:
         self._view = view

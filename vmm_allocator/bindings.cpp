@@ -15,7 +15,7 @@ using vmm_allocator::SegmentPool;
 using vmm_allocator::Statistics;
 using vmm_allocator::View;
 
-// Raises an exception of vmm_allocator._errors, which exists without the compiled module too.
+// Raises an exception of vmm_allocator._errors. These exist without the compiled module too.
 template <typename... Arguments>
 void raise(const char* type_name, Arguments&&... arguments) {
   const py::object type = py::module_::import("vmm_allocator._errors").attr(type_name);

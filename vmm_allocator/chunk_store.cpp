@@ -19,7 +19,7 @@ CUmemAllocationProp chunk_properties(int device) {
 
 std::vector<Chunk> ChunkStore::take(size_t count) {
   const size_t reused = std::min(count, spares_.size());
-  std::vector<Chunk> chunks = create(count - reused);  // first: it may throw
+  std::vector<Chunk> chunks = create(count - reused);  // This comes first, because it may throw.
   chunks.insert(chunks.end(), spares_.end() - reused, spares_.end());
   spares_.resize(spares_.size() - reused);
   return chunks;

@@ -10,8 +10,8 @@ namespace vmm_allocator {
 
 using Chunk = CUmemGenericAllocationHandle;
 
-// Physical memory of one device in chunks of one size, at most `limit_bytes` of it. What is put
-// back may be kept as spare and is then taken again before anything is created.
+// Physical memory of one device in chunks of one size, at most `limit_bytes` in total. Chunks that
+// are put back may be kept as spares. `take` uses spares before it creates chunks.
 //
 // The caller locks, and makes the device's context current.
 class ChunkStore {
@@ -19,18 +19,19 @@ class ChunkStore {
   ChunkStore(int device, size_t chunk_bytes, size_t limit_bytes)
       : device_(device), chunk_bytes_(chunk_bytes), limit_bytes_(limit_bytes) {}
 
-  // `count` chunks, or none where it throws (OutOfMemory, LimitExceeded, DriverError).
+  // Returns `count` chunks. If it throws (OutOfMemory, LimitExceeded, DriverError), it has taken
+  // none.
   std::vector<Chunk> take(size_t count);
 
-  // Takes chunks back, as spares or to release them; throws DriverError where a release fails, but
-  // takes all of them back in any case.
+  // Takes chunks back, as spares or to release them. Throws DriverError if a release fails, but
+  // takes all chunks back even then.
   void put(const std::vector<Chunk>& chunks, bool keep);
 
   // Releases spares until at most `num_bytes` of them are left.
   void trim(size_t num_bytes);
 
   size_t chunk_bytes() const { return chunk_bytes_; }
-  size_t held_bytes() const { return num_held_ * chunk_bytes_; }  // mapped and spare
+  size_t held_bytes() const { return num_held_ * chunk_bytes_; }  // mapped and spare chunks
   size_t spare_bytes() const { return spares_.size() * chunk_bytes_; }
   size_t num_created() const { return num_created_; }
   size_t num_released() const { return num_released_; }
@@ -52,7 +53,7 @@ class ChunkStore {
   double release_seconds_ = 0;
 };
 
-// What chunks of a device are made of and where they may be used from.
+// The properties with which chunks of a device are created, and the device that may access them.
 CUmemAllocationProp chunk_properties(int device);
 
 }  // namespace vmm_allocator

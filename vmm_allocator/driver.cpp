@@ -58,7 +58,7 @@ std::string describe(const char* call, CUresult result) {
 }  // namespace
 
 const Driver& driver() {
-  static const Driver opened = open_driver();  // not set when open_driver throws
+  static const Driver opened = open_driver();  // stays unset if open_driver throws
   return opened;
 }
 

@@ -20,7 +20,7 @@ struct DriverError : std::runtime_error {
 };
 
 // The functions of libcuda that an arena uses. The library is opened at the first use and never
-// linked: machines that build have none.
+// linked, because build machines have no driver.
 struct Driver {
   decltype(&::cuInit) init;
   decltype(&::cuGetErrorName) get_error_name;
@@ -49,12 +49,12 @@ const Driver& driver();
 // Throws DriverError unless the call succeeded.
 void check(const char* call, CUresult result);
 
-// For teardown, which goes on after a failure: writes it to stderr. A driver that is already
-// shutting down has freed everything itself, so that is no failure.
+// Writes a failure to stderr, for teardown, which continues after a failure. A driver that is
+// already shutting down has freed everything itself, so that is not a failure.
 void report(const char* call, CUresult result) noexcept;
 
-// For a scope: makes a context current, and lets the thread map memory while one of its streams is
-// being captured (mapping is no work of a stream, so a graph does not record it).
+// Makes a context current for a scope, and allows the thread to map memory while one of its streams
+// is being captured. Mapping is not an operation of a stream, so a graph does not record it.
 class CurrentContext {
  public:
   explicit CurrentContext(CUcontext context);

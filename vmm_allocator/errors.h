@@ -7,7 +7,7 @@
 
 namespace vmm_allocator {
 
-// The card has no memory left for the chunks asked for. All counts are in bytes.
+// The card has no memory left for the requested chunks. All counts are in bytes.
 struct OutOfMemory : std::runtime_error {
   OutOfMemory(size_t requested, size_t held, size_t free)
       : std::runtime_error("Arena: cannot create " + std::to_string(requested) +
@@ -16,12 +16,12 @@ struct OutOfMemory : std::runtime_error {
         requested_bytes(requested),
         held_bytes(held),
         free_bytes(free) {}
-  size_t requested_bytes;  // chunks that had to be created
-  size_t held_bytes;       // chunks of the arena before and after, mapped and spare
-  size_t free_bytes;       // free memory of the card
+  size_t requested_bytes;  // bytes of chunks that had to be created
+  size_t held_bytes;       // bytes of the arena's chunks before and after, mapped and spare
+  size_t free_bytes;       // free memory of the card in bytes
 };
 
-// The arena's own limit does not allow the chunks asked for.
+// The arena's own limit does not allow the requested chunks.
 struct LimitExceeded : std::runtime_error {
   LimitExceeded(size_t requested, size_t held, size_t limit)
       : std::runtime_error("Arena: cannot create " + std::to_string(requested) +
@@ -35,7 +35,7 @@ struct LimitExceeded : std::runtime_error {
   size_t limit_bytes;
 };
 
-// More was asked for than the address range holds.
+// The request exceeds the address range.
 struct ReservationExceeded : std::runtime_error {
   ReservationExceeded(size_t requested, size_t reserved)
       : std::runtime_error("Arena: " + std::to_string(requested) +
@@ -47,7 +47,7 @@ struct ReservationExceeded : std::runtime_error {
   size_t reserved_bytes;
 };
 
-// A tensor or a segment lies in a range that was to be unmapped.
+// A tensor or a segment is in the range to be unmapped.
 struct InUse : std::runtime_error {
   InUse(size_t first, size_t end)
       : std::runtime_error("Arena: bytes " + std::to_string(first) + " to " + std::to_string(end) +
@@ -55,7 +55,7 @@ struct InUse : std::runtime_error {
         first_bytes(first),
         end_bytes(end) {}
   size_t first_bytes;  // start of the first chunk in use within the range
-  size_t end_bytes;    // end of the last one
+  size_t end_bytes;    // end of the last chunk in use
 };
 
 // The arena has been closed.
@@ -70,7 +70,7 @@ struct ArenaForked : std::runtime_error {
                            "; CUDA memory does not survive a fork, start workers by spawn") {}
 };
 
-// Every pair of hooks that PyTorch can be given is taken.
+// All pairs of hooks that can be given to PyTorch are in use.
 struct HooksExhausted : std::runtime_error {
   explicit HooksExhausted(int count)
       : std::runtime_error("TorchPool: all " + std::to_string(count) +

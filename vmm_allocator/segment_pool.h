@@ -10,31 +10,31 @@
 
 namespace vmm_allocator {
 
-// Segments of memory for PyTorch's caching allocator, at the end of an arena's addresses: first
-// fit, each in chunks of its own.
+// Segments of memory for PyTorch's caching allocator, at the end of an arena's addresses. They are
+// placed first fit, and each segment has its own chunks.
 //
 // A freed segment's chunks become spares of the arena. They cannot be unmapped while a stream is
-// being captured; then they stay mapped, and count, until a later call.
+// being captured. Then they stay mapped, and count as in use, until a later call.
 class SegmentPool {
  public:
-  // Takes `reserve_bytes` of addresses for as long as the arena lives.
+  // Takes `reserve_bytes` of addresses for the lifetime of the arena.
   SegmentPool(std::shared_ptr<Arena> arena, size_t reserve_bytes);
 
-  // Null where the addresses or the memory do not allow it.
+  // Returns null if there are not enough addresses or not enough memory.
   void* allocate(size_t num_bytes, int device) noexcept;
   void free(void* pointer) noexcept;
 
-  // Refuses all later allocations; segments in use live on.
+  // Refuses all later allocations; segments in use stay valid.
   void close() noexcept;
-  bool is_done() const;         // closed, and every segment is free
-  size_t in_use_bytes() const;  // of segments handed out, in whole chunks
+  bool is_done() const;         // true if the pool is closed and every segment is free
+  size_t in_use_bytes() const;  // bytes of allocated segments, in whole chunks
 
  private:
   struct Segment {
     size_t num_bytes;
-    bool is_freed = false;  // but not unmapped yet
+    bool is_freed = false;  // freed, but not unmapped yet
   };
-  using Segments = std::map<size_t, Segment>;  // by offset in the arena
+  using Segments = std::map<size_t, Segment>;  // key: offset in the arena
 
   void* place(size_t num_bytes);
   void flush() noexcept;
@@ -49,8 +49,8 @@ class SegmentPool {
 };
 
 // Gives a pool one of the pairs of C functions `vmm_allocate_<n>`, `vmm_free_<n>` that PyTorch's
-// pluggable allocator calls; the pair is taken again once the pool is done. Returns n. Throws
-// HooksExhausted.
+// pluggable allocator calls. The pair can be given to another pool once this pool is done. Returns
+// n. Throws HooksExhausted.
 int attach_hooks(const std::shared_ptr<SegmentPool>& pool);
 
 }  // namespace vmm_allocator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build this room alone: ``python setup.py build_ext --inplace``; the root's setup.py does it."""
+"""Build only this package: ``python setup.py build_ext --inplace``, by the root's setup.py."""
 
 import runpy
 from pathlib import Path

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C functions that torch.cuda.memory.CUDAPluggableAllocator looks up by name. They are told
-// sizes, a device and a stream but not for which pool, so every pool has a pair of its own.
+//
+// The C functions that torch.cuda.memory.CUDAPluggableAllocator looks up by name. Their arguments
+// are a size, a device and a stream, but not the pool, so every pool has its own pair of functions.
 #include <array>
 #include <mutex>
 
@@ -17,7 +18,7 @@ struct Hooks {
   std::array<std::shared_ptr<SegmentPool>, kNumHooks> pools;
 };
 
-// Never destroyed: PyTorch may free at the very end of the process.
+// Never destroyed, because PyTorch may free memory at the very end of the process.
 Hooks& hooks() {
   static Hooks* const all = new Hooks;
   return *all;

@@ -26,18 +26,19 @@ class TorchPool:
     ::
 
         pool = TorchPool(arena, 64 << 30)
-        with pool.use():                       # what this thread allocates
+        with pool.use():                       # tensors that this thread allocates
             y = torch.softmax(x, dim=-1)
-        with torch.cuda.graph(graph, pool=pool.id):    # what the graph keeps
+        with torch.cuda.graph(graph, pool=pool.id):    # memory that the graph keeps
             ...
 
-    Where the arena's limit or the card has no room, PyTorch raises `torch.OutOfMemoryError` as it
-    would without the pool (its message speaks of the whole card) and goes on working.
+    If the arena's limit or the card does not allow an allocation, PyTorch raises
+    `torch.OutOfMemoryError` as it would without the pool (its message describes the whole card) and
+    stays usable.
 
     Freed tensors stay with PyTorch's caching allocator, inside the pool, until `trim`. Tensors and
-    graphs outlive `close`, and so does their memory; so does the cuBLAS workspace (32 MiB on
-    Hopper) that PyTorch allocates once a stream, from the pool of whoever multiplies there first.
-    A process can have 16 pools at a time.
+    graphs outlive `close`, and so does their memory. So does the cuBLAS workspace (32 MiB on
+    Hopper): PyTorch allocates it once per stream, from the pool that is in use at the stream's
+    first matrix product. A process can have 16 pools at a time.
     """
 
     def __init__(self, arena: Arena, reserve_bytes: int) -> None:
@@ -45,8 +46,9 @@ class TorchPool:
 
         Args:
             arena: Source of addresses and memory.
-            reserve_bytes: Addresses, taken for as long as the arena lives. Segments are placed in
-                them first fit, so take several times what is to lie there.
+            reserve_bytes: Size of the address range, which the pool keeps as long as the arena
+                lives. Segments are placed in it first fit, so reserve several times the memory in
+                use.
 
         Raises:
             ValueError: An argument is out of range.
@@ -63,7 +65,7 @@ class TorchPool:
 
     @property
     def mem_pool(self) -> torch.cuda.MemPool:
-        """PyTorch's pool."""
+        """The pool as a PyTorch object."""
         import torch
 
         if self._mem_pool is None:
@@ -73,45 +75,54 @@ class TorchPool:
 
     @property
     def id(self) -> tuple[int, int]:
-        """Argument `pool` of `torch.cuda.graph`."""
+        """The argument `pool` of `torch.cuda.graph`."""
         return self.mem_pool.id
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Context in which this thread's tensors on the device are allocated from the pool."""
+        """Return a context in which this thread's tensors are allocated from the pool.
+
+        Only tensors on the pool's device are affected.
+        """
         import torch
 
-        mem_pool = self.mem_pool  # lives to the end, whatever `trim` does meanwhile
+        # Keeps the pool alive to the end of the context, even if `trim` is called meanwhile.
+        mem_pool = self.mem_pool
         with torch.cuda.use_mem_pool(mem_pool, self._device):
             yield
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes that PyTorch holds of the pool, in whole chunks."""
+        """Bytes of the pool that PyTorch holds, in whole chunks."""
         return int(self._segments.in_use_bytes)
 
     def trim(self) -> None:
-        """Give segments in which no tensor lives back to the arena, as spares.
+        """Return segments without living tensors to the arena, as spares.
 
-        Ends PyTorch's pool; the next use starts another one. Not allowed while a stream is being
-        captured. Segments of living tensors and graphs stay, and those of a `use` that has not
-        ended.
+        This ends PyTorch's pool; the next use starts another one. Not allowed while a stream is
+        being captured. Segments of living tensors and graphs stay, and so do segments of a `use`
+        that has not ended.
         """
         import torch
 
         if self._mem_pool is not None:
             self._mem_pool = None
-            torch.cuda.empty_cache()  # of pools ended before, whose tensors are gone by now
+            # This also frees segments of pools that ended earlier and whose tensors are gone by
+            # now.
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Take no more memory, and give it back as soon as tensors and graphs are gone."""
+        """Refuse further allocations, and free the memory once tensors and graphs are gone."""
         self.trim()
         self._segments.close()
 
 
 @cache
 def _pluggable_allocator(index: int) -> CUDAPluggableAllocator:
-    """Make PyTorch's object over a pair of hooks; living blocks refer to it for ever."""
+    """Make PyTorch's allocator object for a pair of hooks.
+
+    The cache keeps it forever, because living blocks refer to it.
+    """
     from torch.cuda.memory import CUDAPluggableAllocator
 
     return CUDAPluggableAllocator(

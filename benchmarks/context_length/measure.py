@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STEP_TIME = re.compile(r"execute_diffusion_once time = ([\d.]+) ms")
 PLAN = re.compile(r"plan for T = .*")
 NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
-DYING_S = 15.0  # from the death of an engine to the end of its server
+DYING_S = 15.0  # seconds from the death of an engine to the end of its server
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Server:
         variables: environment variables.
         port: port on which the command and variables make it listen.
         startup_s, shutdown_s: seconds that it may take to become healthy, and to end.
-        gpu: index or UUID of its GPU; None: all that it finds.
+        gpu: index or UUID of its GPU; None: all GPUs.
     """
 
     command: Sequence[str]
@@ -51,13 +51,13 @@ class Server:
 
 @dataclass(frozen=True)
 class Request:
-    """Only request of a point.
+    """The only request of a point.
 
     Attributes:
         family: model family, as named in scripts/test_api_request.py.
         length: prompt and canvas together, in tokens, at least 2.
         alpha: share of the prompt.
-        steps: denoise steps.
+        steps: denoising steps.
         timeout_s: seconds to wait for the answer.
     """
 
@@ -78,7 +78,7 @@ class Request:
         return self.length - self.prompt_tokens
 
     def body(self, ordinary_ids: Sequence[int]) -> dict[str, Any]:
-        """Build the JSON body: a random prompt, one block, the whole canvas back as token ids."""
+        """Build the JSON body: a random prompt, one block, the canvas returned as token ids."""
         return {
             "prompt": random.Random(self.length).choices(ordinary_ids, k=self.prompt_tokens),
             "gen_length": self.gen_tokens,
@@ -106,7 +106,7 @@ def ordinary_ids(model: Path) -> Sequence[int]:
     """Return token ids for a random prompt: the lower half of the vocabulary, no special tokens.
 
     Raises:
-        KeyError, OSError, ValueError: config.json cannot be read, or gives no vocab_size.
+        KeyError, OSError, ValueError: config.json cannot be read, or has no vocab_size.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     special = {value for key, value in config.items() if key.endswith("_token_id")}
@@ -128,7 +128,7 @@ def measure(
         prompt_ids: ids from which a prompt is drawn.
         log: file for the server's output.
         report_progress: called with the current activity, in a few words.
-        tick: called now and then while the request runs.
+        tick: called from time to time while the request runs.
     """
     point = Point(request.length, request.prompt_tokens, request.gen_tokens, records.NOT_STARTED)
     gpu = GpuMemory(server.gpu)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a server's processes, on the host and on the GPU, while something runs."""
+"""Memory of a server's processes, on the host and on the GPU, during some work."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use; GPU bytes are None where there is no GPU.
+    """Bytes in use; GPU bytes are None without a GPU.
 
     Attributes:
-        host_bytes: resident memory of all processes together; shared pages count once a process.
+        host_bytes: resident memory of all processes together; shared pages count in every process.
         gpu_bytes: see `GpuMemory`.
     """
 
@@ -40,11 +40,12 @@ class MemoryUse:
 class GpuMemory:
     """GPU memory as `nvidia-smi` reports it.
 
-    Where `nvidia-smi` lists the processes, it is theirs. A container does not see the driver's
-    process ids: there it is the growth of memory in use since this object was made.
+    If `nvidia-smi` lists the processes, this is their memory. Inside a container the driver's
+    process ids are not visible. Then it is the growth of memory in use since this object was
+    created.
 
     Args:
-        gpu: index or UUID of the GPU, several with commas between; None: all.
+        gpu: index or UUID of the GPU, several separated by commas; None: all.
     """
 
     def __init__(self, gpu: str | None) -> None:
@@ -70,7 +71,7 @@ class GpuMemory:
         return sum(mib for (mib,) in cards) * MIB if cards else None
 
     def _query(self, what: str) -> list[list[int]]:
-        """Return rows of whole numbers; none if nvidia-smi is missing, hangs or fails."""
+        """Return rows of integers; none if nvidia-smi is missing, hangs or fails."""
         command = ["nvidia-smi", *self._select, f"--query-{what}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)

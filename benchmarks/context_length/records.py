@@ -42,23 +42,23 @@ class SettingsDiffer(BenchmarkError):
 
 @dataclass(frozen=True)
 class Point:
-    """Result of one length: a server started, a request sent, the server stopped.
+    """Result of one length, for which a server is started, sent one request, and stopped.
 
     Attributes:
         length: prompt and canvas together, in tokens.
         status: "ok", or how it failed: "refused" (HTTP 4xx), "out of memory", "timeout", "server
             died", "failed" (any other answer), "not started".
-        reason: reason of a failure, in the server's words.
-        num_steps: denoise steps that the server logged.
+        reason: reason of a failure, as the server reports it.
+        num_steps: denoising steps that the server logged.
         first_ms, median_ms, last_ms: milliseconds of the first, median and last of these steps.
         request_s: seconds from sending the request to its answer.
-        startup_s: seconds from starting the server to its first good /health.
+        startup_s: seconds from starting the server to its first successful /health.
         gpu_idle_bytes, host_idle_bytes: memory of the server before the request.
         gpu_peak_bytes, host_peak_bytes: largest memory seen during the request.
         activation_peak_bytes, activation_average_bytes, activation_budget_bytes: peak, average and
             budget of the server's activation pool, as it reports them.
-        plan: how the server cut the step into chunks, in its words.
-        diffusion: whole report of the server.
+        plan: how the server divides the step into chunks, as it logs it.
+        diffusion: the complete report of the server.
     """
 
     length: int
@@ -84,12 +84,12 @@ class Point:
 
     @property
     def runs(self) -> bool:
-        """Whether the request was answered."""
+        """Whether the request succeeded."""
         return self.status == OK
 
     @property
     def is_final(self) -> bool:
-        """Whether the status says something about the length: the server has started."""
+        """Whether the status depends on the length, which is so if the server has started."""
         return self.status != NOT_STARTED
 
     @property
@@ -125,7 +125,7 @@ def _over(a: float | None, b: float | None) -> float | None:
 
 
 class Results:
-    """Points of a folder, which is written anew after each.
+    """Points of a folder, which is rewritten after each point.
 
     Args:
         folder: gets context_length.json and context_length.csv.
@@ -133,13 +133,13 @@ class Results:
         run: record of machine and software.
 
     Raises:
-        SettingsDiffer: the folder holds points with other settings, or none that can be read.
+        SettingsDiffer: the folder holds points with other settings, or points that cannot be read.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         self._folder, self._settings, self._run = folder, dict(settings), dict(run)
         self._points: dict[int, Point] = {}
-        self.commit_before: str | None = None  # of the points that were there
+        self.commit_before: str | None = None  # commit of the points that existed before
         if self.path("json").exists():
             self._read(self.path("json"))
 
@@ -152,7 +152,7 @@ class Results:
         return [self._points[length] for length in sorted(self._points)]
 
     def final(self, length: int) -> Point | None:
-        """Return the point of a length, if it need not be measured again."""
+        """Return the point of a length if it does not have to be measured again."""
         point = self._points.get(length)
         return point if point is not None and point.is_final else None
 
@@ -162,7 +162,7 @@ class Results:
         self._folder.mkdir(parents=True, exist_ok=True)
         rows = [asdict(point) for point in self.points()]
         content = {"run": self._run, "kind": NAME, "settings": self._settings, "points": rows}
-        # Whole or not at all: the run may be ended at any time.
+        # Replace the file atomically, because the run may be ended at any time.
         draft = self.path("json.draft")
         draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(draft, self.path("json"))
@@ -219,7 +219,7 @@ def paint(points: Sequence[Point], title: str, time_axis: Any, memory_axis: Any)
         axis.tick_params(axis="x", rotation=30)
         lines, labels = axis.get_legend_handles_labels()
         if labels:
-            once = dict(zip(labels, lines, strict=True))  # of each kind of failure
+            once = dict(zip(labels, lines, strict=True))  # one entry per kind of failure
             axis.legend(once.values(), once.keys(), fontsize="x-small")
     time_axis.figure.suptitle(title)
 

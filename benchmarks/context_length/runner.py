@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request may be, and what its steps cost: the command behind the entry points.
+"""The longest request that runs, and the cost of its steps: the command behind the entry points.
 
     benchmarks/llada/run_benchmark.py --model-path CHECKPOINT --start 8192 --step 8192 --max 204800
     benchmarks/dream/run_benchmark.py ...
     benchmarks/llada_moe/run_benchmark.py ...
 
-For each length a server of its own is started with the family's script, asked for one canvas, and
-stopped: round(alpha x length) random prompt tokens, the rest generated as one block, at
-temperature 0. Lengths go from --start to --max by --step; after a failure, the limit is searched
-between the last success and it, down to --precision.
+For each length a new server is started with the family's script, sent one request, and stopped. The
+prompt has round(alpha x length) random tokens; the remaining tokens are generated as one block, at
+temperature 0. Lengths go from --start to --max by --step. After a failure, the limit is searched
+between the failure and the last success, down to --precision.
 
-Written into --output-dir after each length: context_length.json and .csv with every length,
-failures with their reason; at the end context_length.png, time and memory against length; in logs/
-what each server printed. The same command goes on where it was interrupted.
+After each length, context_length.json and .csv are written to --output-dir with every length, and
+with the reasons of failures. At the end context_length.png shows time and memory against length.
+logs/ holds the output of each server. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Interrupted(KeyboardInterrupt):
 
 @harness.command
 def main(family: str, arguments: Sequence[str] | None = None) -> int:
-    """Run the command for a family; returns the exit status."""
+    """Run the command for a family; return the exit status."""
     options = parse_arguments(family, arguments)
     try:
         with interrupting(SIGNALS):
@@ -80,7 +80,7 @@ def interrupting(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Raise `Interrupted` within the block at these signals, except those that nohup ignores."""
 
     def interrupt(number: int, _frame: object) -> None:
-        # Not by sys.stderr: the signal may have come in the middle of one of its writes.
+        # Do not use sys.stderr: the signal may have arrived in the middle of one of its writes.
         os.write(2, b"\ninterrupted: ending the server; interrupt again to kill it\n")
         raise Interrupted(number)
 
@@ -136,16 +136,16 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
 
 
 def absolute(text: str) -> Path:
-    """Convert to an absolute path, which means the same in another folder."""
+    """Convert to an absolute path, so that it does not depend on the current folder."""
     return Path(text).expanduser().absolute()
 
 
 def run(family: str, options: argparse.Namespace) -> None:
-    """Measure all lengths, a line each, then print the table and draw the plot.
+    """Measure all lengths, with one line per length, then print the table and draw the plot.
 
     Raises:
-        BenchmarkError: an argument does not lead to a server, a server does not start, or the
-            first length fails.
+        BenchmarkError: an argument does not lead to a server, a server does not start, or the first
+            length fails.
         SettingsDiffer: the folder belongs to other settings.
     """
     script = options.project_path / "scripts" / f"run_{family.replace('-', '_')}_server.sh"
@@ -163,9 +163,9 @@ def run(family: str, options: argparse.Namespace) -> None:
     try:
         length_range = sweep.run()
     finally:
-        sweep.tell_results()
+        sweep.print_results()
     if length_range.longest is None:
-        raise BenchmarkError(f"the first length, {options.start} tokens, fails already")
+        raise BenchmarkError(f"the first length, {options.start} tokens, already fails")
 
 
 def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def settings_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_record(gpu: str | None) -> dict[str, Any]:
-    """Record machine, software and command line; this process itself leaves the GPU alone."""
+    """Record machine, software and command line; this process itself does not use the GPU."""
     select = [] if gpu is None else ["-i", gpu]
     query = "--query-gpu=name,memory.total,driver_version"
     line = first_line("nvidia-smi", *select, query, "--format=csv,noheader,nounits")
@@ -205,7 +205,7 @@ class Range:
     """Lengths of a search, in tokens.
 
     Attributes:
-        start, step, maximum: linear part, with `maximum` included where a step meets it.
+        start, step, maximum: linear part; `maximum` is included if a step reaches it exactly.
         precision: the bisection ends when success and failure are no further apart.
     """
 
@@ -222,21 +222,21 @@ class Range:
 
 @dataclass(frozen=True)
 class LengthRange:
-    """Longest length that runs and shortest known to fail; None where there is none."""
+    """Longest length that runs and shortest length known to fail; None if there is none."""
 
     longest: int | None
     failure: int | None
 
 
 def search(tried: Range, runs: Callable[[int, int], bool]) -> LengthRange:
-    """Find the longest length that runs, assuming that all shorter ones do.
+    """Find the longest length that runs, assuming that all shorter lengths run too.
 
-    Without a failure there is no bisection, and without a success nothing to bisect.
+    There is no bisection without a failure, or without a success.
 
     Args:
         tried: the lengths.
-        runs: returns whether a length runs; its second argument is how many lengths may come from
-            here on, this one included, in this part of the search.
+        runs: returns whether a length runs; its second argument is the number of lengths that may
+            remain in this part of the search, including this one.
     """
     longest = failure = None
     for index, length in enumerate(tried.lengths):
@@ -261,7 +261,7 @@ class Sweep:
     """Lengths of one run, measured and reported.
 
     Attributes:
-        family, script: model family, and the script that serves it.
+        family, script: model family, and the script that serves the family.
         options: options of the command line.
         results: store of the points.
         prompt_ids: ids from which prompts are drawn.
@@ -274,7 +274,7 @@ class Sweep:
     prompt_ids: Sequence[int]
 
     def run(self) -> LengthRange:
-        """Measure the lengths that are not in the results yet."""
+        """Measure the lengths that are not yet in the results."""
         options = self.options
         tried = Range(options.start, options.step, options.max, options.precision)
         server = self._server()
@@ -322,7 +322,7 @@ class Sweep:
         """Return the family's script with its variables.
 
         Raises:
-            BenchmarkError: something else listens on the port.
+            BenchmarkError: another process listens on the port.
         """
         options = self.options
         port = free_port() if options.port is None else options.port
@@ -337,7 +337,7 @@ class Sweep:
             "GPU_MEMORY_UTILIZATION": str(options.gpu_memory_utilization),
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
             "VLLM_LOG_DIFFUSION_STEPS": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",  # of the lines with the times of steps
+            "VLLM_LOGGING_LEVEL": "INFO",  # the level of the log lines with the times of steps
             "VLLM_API_KEY": "",
         }
         if options.gpu is not None:
@@ -354,7 +354,7 @@ class Sweep:
             gpu=options.gpu,
         )
 
-    def tell_results(self) -> None:
+    def print_results(self) -> None:
         """Print the table of all lengths and the limit found, and draw the plot."""
         points = self.results.points()
         if not points:
@@ -375,10 +375,10 @@ class Sweep:
 
 
 def command_line(server: Server) -> str:
-    """Format the start of a server as a line for a shell."""
+    """Format the start of a server as a shell command."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in server.variables.items()]
     return " ".join([*variables, shlex.join(server.command)])
 
 
 def _nothing() -> None:
-    """Do nothing: where nobody looks at the bar, it is drawn at changes only."""
+    """Do nothing: without a terminal the bar is drawn only at changes."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The longest Dream request and what its steps cost; see context_length/runner.py."""
+"""The longest Dream request and the cost of its steps; see context_length/runner.py."""
 
 import sys
 from pathlib import Path

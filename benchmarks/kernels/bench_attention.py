@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time of every backend of attention, and which of them is chosen.
+"""Time of every attention backend, and which of them is chosen.
 
     benchmarks/kernels/bench_attention.py [--families llada dream] [--json FILE]
     benchmarks/kernels/bench_attention.py --tiles [--json FILE]
 
-bf16, random numbers, heads of 128: LLaDA-8B's 32, Dream-7B's 28 to 4 of keys and values, and for
-windows LLaDA2-mini's 16 to 4 and SDAR-8B's 32 to 8. All times are replays of CUDA graphs over
-inputs that no cache holds, the backends in turns.
+bf16 random numbers and heads of 128: LLaDA-8B's 32 heads, Dream-7B's 28 with 4 KV heads, and for
+windows LLaDA2-mini's 16 with 4 and SDAR-8B's 32 with 8. All times are replays of CUDA graphs over
+inputs that do not fit into a cache; the backends run in turns.
 
-    queries x keys  of each sequence; equal: the keys are those of the queries' own rows
-    sdpa        microseconds of torch's scaled_dot_product_attention, a call a sequence: cuDNN
+    queries x keys  of each sequence; if equal, the keys are those of the queries' own rows
+    sdpa        microseconds of torch's scaled_dot_product_attention, one call per sequence: cuDNN
     first ms    of sdpa's first call with a shape, in which cuDNN makes its plan
     flash       microseconds of torch's variable-length kernel
-    flash3      microseconds of upstream's FlashAttention 3, where its binary is
-    split       microseconds of our kernel that splits the keys, up to 2,048 queries a sequence
-    tiled       microseconds of our kernel for as many queries as fill a Hopper card
-    in pages    of what is chosen for kept keys, in shuffled pages of a store
-    chosen      what the dispatch takes
-    of best     time of the chosen over the fastest
-    TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
+    flash3      microseconds of upstream's FlashAttention 3, if its binary is available
+    split       microseconds of our kernel that splits the keys, up to 2,048 queries per sequence
+    tiled       microseconds of our kernel for enough queries to fill a Hopper card
+    in pages    microseconds of the chosen backend for kept keys, in shuffled pages of a store
+    chosen      the backend that the dispatch chooses
+    of best     time of the chosen backend over the fastest
+    TFLOP/s, TB/s  of the chosen backend: arithmetic, and bytes that must be read and written
 
---tiles: microseconds of the split kernel with other tiles instead, of windows in pages.
+--tiles: instead, microseconds of the split kernel with other tiles, for windows in pages.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 HEAD_DIM = 128
-# of queries; of keys and values
+# query heads; KV heads
 NUM_HEADS = {"llada": (32, 32), "dream": (28, 4), "llada2": (16, 4), "sdar": (32, 8)}
-# sequences, queries and keys of each
+# sequences; queries and keys of each
 CASES = {
     "llada": (
         *((1, size, size) for size in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)),
@@ -93,7 +93,7 @@ TILES = (
     SplitConfig(128, 64, programs=2, num_warps=8, num_stages=3),
 )
 MAX_SPLIT_QUERIES = 2048
-MIN_CALLS = 8  # in one graph, so that its own launch does not count
+MIN_CALLS = 8  # calls per graph, so that the launch of the graph does not count
 CASE = {"family": "<6", "sequences": ">9", "queries x keys": ">16"}
 TIMES = ("sdpa", "first ms", "flash", "flash3", "split", "tiled", "in pages", "chosen", "of best")
 TIMES += ("TFLOP/s", "TB/s")
@@ -126,7 +126,7 @@ class Case:
 
     @property
     def is_window(self) -> bool:
-        """Whether its keys may be kept ones, in whole pages."""
+        """Whether its keys may be kept keys, in whole pages."""
         return self.num_queries < self.num_keys and self.num_keys % PAGE_SIZE == 0
 
     def layout(self, pages: PageTable | None = None) -> AttentionLayout:
@@ -145,19 +145,22 @@ class Case:
         return self.num_sequences * self.num_keys // PAGE_SIZE
 
     def pages(self) -> PageTable:
-        """Make a random order of a store's pages; each holds keys, then values, of one layer."""
+        """Make a random order of a store's pages.
+
+        Each page holds keys, then values, of one layer.
+        """
         order = torch.randperm(self.num_pages, device=DEVICE)
         return PageTable((2 * PAGE_SIZE * order).int(), PAGE_SIZE)
 
     def stored_heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Make queries, and the store's rows from its first keys and from its first values on."""
+        """Make queries, and views of the store from its first keys and its first values on."""
         num_heads, num_kv_heads = NUM_HEADS[self.family]
         rows = random(2 * PAGE_SIZE * self.num_pages, num_kv_heads, HEAD_DIM)
         q = random(self.num_sequences * self.num_queries, num_heads, HEAD_DIM)
         return q, rows, rows[PAGE_SIZE:]
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Make queries, keys and values: views into a fused product if rows are shared."""
+        """Make queries, keys and values; they are views of a fused product if rows are shared."""
         num_heads, num_kv_heads = NUM_HEADS[self.family]
         num_rows = self.num_sequences * self.num_queries
         split = (num_heads, num_kv_heads, num_kv_heads)
@@ -175,7 +178,7 @@ def cases(shapes: dict[str, Sequence[tuple[int, int, int]]], families: list[str]
 def calls_of(
     call: Callable[..., object], inputs: Sequence[tuple[Tensor, ...]]
 ) -> list[Callable[[], object]]:
-    """Make a call for each of the inputs, repeated until they are enough for a graph."""
+    """Make a call for each input, repeated until there are enough calls for a graph."""
     rounds = -(-MIN_CALLS // len(inputs)) if inputs[0][0].shape[0] < 8192 else 1
     return [partial(call, *heads) for heads in inputs] * rounds
 
@@ -237,9 +240,9 @@ def rounded(us: float | None) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = KernelParser(__doc__)
-    parser.option("--families", list(CASES), "whose heads", choices=CASES)
+    parser.option("--families", list(CASES), "families whose heads are measured", choices=CASES)
     parser.option("--tiles", False, "compare tiles of the split kernel")
-    parser.option("--repeats", 10, "of each time")
+    parser.option("--repeats", 10, "repeats of each measurement")
     options = parser.parse(arguments)
     title, names, shapes, run = "attention by backend, bf16", TIMES, CASES, measure
     if options.tiles:

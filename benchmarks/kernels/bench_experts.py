@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time experts, by default LLaDA-MoE's: routing, grouped products, the whole feed-forward stage.
+"""Time of experts, by default LLaDA-MoE's: routing, grouped products, the feed-forward stage.
 
     benchmarks/kernels/bench_experts.py [--rows 1 32 256 ...] [--sweep] [--json FILE]
     benchmarks/kernels/bench_experts.py --experts 256 --width 512             LLaDA2.0-mini's
 
-All times are replays of CUDA graphs over the weights of several layers in turn, which no cache
-holds. "torch" is the same stage on `torch._grouped_mm` with gathered copies, as plain PyTorch
-writes it; "floor" is the bytes of the experts that the rows touch, at the bandwidth of a copy
-measured in the same run, or the arithmetic at the rate of a large matrix product, whichever is
-longer. "route" is the product with the router and the choice, "windows" the same where windows of
-32 rows choose among 48 experts, as in LLaDA2.2. "fp8" are the two products with matrices of fp8,
-the passes that make their rows fp8 included.
+All times are replays of CUDA graphs over the weights of several layers in turn, which do not fit
+into a cache.
 
-With --sweep the launches of each kernel that could be chosen are timed instead, and printed with
-the fastest first; the tiles that `gather_gemm` takes, and what `vllm.diffusion.ops` runs, are
-marked by a star.
+"torch" is the same stage with `torch._grouped_mm` and gathered copies, as plain PyTorch computes
+it. "floor" is the longer of two times: that of the bytes of the experts that the rows use, at the
+bandwidth of a copy measured in the same run, and that of the arithmetic, at the rate of a large
+matrix product. "route" is the product with the router and the choice. "windows" is the same if
+windows of 32 rows choose among 48 experts, as in LLaDA2.2. "fp8" is the two products with fp8
+matrices, including the passes that quantise their rows.
+
+With --sweep, all launches of each kernel that could be chosen are timed instead, and printed with
+the fastest first. A star marks the tiles that `gather_gemm` chooses, and the launches that
+`vllm.diffusion.ops` runs.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ if TYPE_CHECKING:
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_LAYERS = 3
-NUM_ROUNDS = 4  # over the layers in one graph, so that its own launch does not count
+NUM_ROUNDS = 4  # rounds over the layers per graph, so that the launch of the graph does not count
 EPS = 1e-5
 NAMES = ("experts touched", "floor us", "stage us", "of floor", "torch stage us", "gated us")
 NAMES += ("weighted us", "route us", "windows us", "sum us", "torch route us")
 NAMES += ("fp8 gated us", "fp8 weighted us")
 COLUMNS = dict.fromkeys(("rows", *NAMES), ">15.4g")
-# Launches to be timed: columns, depth, warps and stages of a tile, of as many rows as are chosen
-# today and of half as many.
+# Launches to time: columns, depth, warps and stages of a tile. Each is timed with the number of
+# rows that is chosen today, and with half of it.
 GATED_TILES = (
     *((64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 2), (64, 128, 4, 3)),
     *((128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2)),
@@ -65,13 +67,13 @@ PRODUCT_TILES = (
     *((128, 64, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 2)),
     *((128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4)),
 )
-# Elements of a block of the choice, and warps.
+# Elements of a block of the choice, and its warps.
 CHOICES = ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (2048, 16), (4096, 8), (4096, 16))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, and rows on their way through it."""
+    """Weights of one layer, and the rows at several points of the layer."""
 
     num_chosen: int
     norm: Tensor  # [D]
@@ -87,12 +89,12 @@ class Layer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = KernelParser(__doc__, ROWS)
-    parser.option("--hidden", 2048, "D, of the rows")
-    parser.option("--experts", 64, "E, how many there are")
-    parser.option("--chosen", 8, "k, those of one row")
-    parser.option("--width", 1024, "I of this rank's experts")
-    parser.option("--repeats", 10, "of each time")
-    parser.option("--sweep", False, "time the launches that could be chosen")
+    parser.option("--hidden", 2048, "D, width of the rows")
+    parser.option("--experts", 64, "E, number of experts")
+    parser.option("--chosen", 8, "k, experts per row")
+    parser.option("--width", 1024, "I, inner width of this rank's experts")
+    parser.option("--repeats", 10, "repeats of each measurement")
+    parser.option("--sweep", False, "time all launches that could be chosen")
     options = parser.parse(arguments)
     weights = [make_weights(options) for _ in range(NUM_LAYERS)]
     layers = (
@@ -124,7 +126,7 @@ def make_weights(
 
 
 def as_fp8(matrices: Tensor) -> DenseExperts:
-    """Quantise each row of [E, N, K] with a scale of its own."""
+    """Quantise each row of [E, N, K] with its own scale."""
     values = torch.empty(matrices.shape, dtype=fused_ops.FP8, device=matrices.device)
     scales = torch.empty(matrices.shape[:2], device=matrices.device)
     quantise_weight(matrices.flatten(0, 1), values.flatten(0, 1), scales.flatten())
@@ -180,7 +182,7 @@ def times_us(
 
 
 def sweep(layers: list[Layer], repeats: int) -> None:
-    """Print the time of every launch of every kernel at this number of rows."""
+    """Print the time of every launch of every kernel for this number of rows."""
     for kernel, variants in (
         ("gated", gated_launches(layers[0])),
         ("weighted", weighted_launches(layers[0])),
@@ -315,7 +317,7 @@ def count_touched(layer: Layer) -> int:
 
 
 def floor_us(layer: Layer, num_touched: float) -> float:
-    """Compute the time to read the touched experts and the router, or to compute the sums."""
+    """Compute the time to read the used experts and the router, or to compute the sums."""
     elements = layer.w1[0].numel() + layer.w2[0].numel()
     num_bytes = 2 * (num_touched * elements + layer.gate.numel())
     flops = 2 * elements * len(layer.inner)
@@ -343,7 +345,7 @@ def routed(layer: Layer) -> Routing:
 
 
 def windowed(layer: Layer) -> Scoring:
-    """Return the rule of `routed` by LLaDA2.2's windows."""
+    """Return the rule of `routed` with LLaDA2.2's windows."""
     return SOFTMAX._replace(window=32, capacity=min(48, len(layer.gate)))
 
 
@@ -356,7 +358,10 @@ def summed(layer: Layer) -> None:
 
 
 def stage(layer: Layer) -> None:
-    """Run the feed-forward stage: x += experts(norm(x)); a small residual, to stay in range."""
+    """Run the feed-forward stage: x += experts(norm(x)).
+
+    The residual is small, so that values stay in range.
+    """
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     routing = route_rows(normed, layer.gate, layer.num_chosen)
     inner = gated_products(normed, DenseExperts(layer.w1), routing)
@@ -368,7 +373,7 @@ def torch_routed(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def torch_route(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute weights, slots and group ends by PyTorch's operations."""
+    """Compute weights, slots and group ends with PyTorch's operations."""
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     ranked = probabilities.sort(dim=-1, descending=True, stable=True).indices
     chosen = ranked[:, :num_chosen].sort(dim=-1).values
@@ -381,7 +386,7 @@ def torch_route(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def torch_stage(layer: Layer) -> None:
-    """Run the feed-forward stage on PyTorch's grouped product, with gathered copies."""
+    """Run the feed-forward stage with PyTorch's grouped product and gathered copies."""
     normed = fused_ops.rms_norm(layer.x, layer.norm, EPS)
     weights, slots, ends = torch_route(normed @ layer.gate.t(), layer.num_chosen)
     rows = normed.index_select(0, slots // layer.num_chosen)

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time of the sampling kernels, beside a plain read of the logits, PyTorch and torch.compile.
+"""Time of the sampling kernels, compared with a plain read, PyTorch and torch.compile.
 
     benchmarks/kernels/bench_flash_sample.py [--ops margin] [--rows 32 512] [--json FILE]
 
-bf16, the vocabulary of LLaDA. Each variant is a CUDA graph over inputs that together are several
-times the cache, and the variants take turns. In a graph, as in the engine, a call of ours is
-launched while the one before still runs and waits for its end.
+bf16 and the vocabulary of LLaDA. Each variant is a CUDA graph over inputs that together are several
+times the cache, and the variants run in turns. In a graph, as in the engine, a call of ours is
+launched while the previous call still runs, and waits for its end.
 
     us         one call of ours
     TB/s       bytes of the logits over that time
-    % of copy  of the bandwidth (read plus written) of a large copy on the device, in the same run
+    % of copy  share of the bandwidth (read plus written) of a large copy in the same run
     read us    a plain read of the same bytes: the faster of a Triton sum and PyTorch's amax
     of read    us / read us
     torch, compiled
-               times that the PyTorch reference and its compiled version take as long
+               time of the PyTorch reference and of its compiled version, as multiples of ours
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NUMBERS = ("us", "TB/s", "% of copy", "read us", "of read", "torch", "compiled")
 COLUMNS = {"op": "<22", "rows": ">9"} | dict.fromkeys(NUMBERS, ">9.4g")
 ROWS = (1, 8, 32, 64, 128, 512, 1024, 2048)
 VOCABULARY = 126_464
-CACHES = 4  # that the inputs fill together
-MAX_TORCH_ROWS = 512  # whose fp32 copies of the logits take several GB
+CACHES = 4  # total size of the inputs, in multiples of the cache
+MAX_TORCH_ROWS = 512  # the fp32 copies of the logits take several GB
 
 OPS: dict[str, tuple[Score, dict[str, Any]]] = {
     "low_confidence": ("confidence", {}),
@@ -82,13 +82,13 @@ def read(x: Tensor) -> Tensor:
 
 
 def make_rows(parameters: dict[str, Any], num_rows: int) -> Rows:
-    """Make rows of different requests: each has parameters of its own."""
+    """Make rows of different requests, each with its own parameters."""
     index = torch.arange(num_rows, device="cuda")
     given = dict(parameters)
     if "temperature" in given:
         temperature = torch.tensor(given["temperature"], dtype=torch.float64, device="cuda")
         given["temperature"] = temperature.repeat(num_rows)
-    if "filters" in given:  # numbers of the device, so that a graph can hold PyTorch's version
+    if "filters" in given:  # Numbers on the device, so that a graph can hold PyTorch's version.
         numbers = {name: getattr(given["filters"], name) for name in ("min_p", "top_k", "top_p")}
         tensors = {name: torch.tensor(number, device="cuda") for name, number in numbers.items()}
         repeated = {name: number.repeat(num_rows) for name, number in tensors.items()}
@@ -105,7 +105,7 @@ def time_us(
 
 
 def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> Iterator[list[object]]:
-    """Measure the rows of the table for a number of rows of logits."""
+    """Measure the table rows for one number of rows of logits."""
     count = max(2, CACHES * l2_bytes() // (2 * num_rows * VOCABULARY))
     inputs = [
         (torch.randn(num_rows, VOCABULARY, device="cuda") * 4).bfloat16() for _ in range(count)
@@ -117,7 +117,7 @@ def bench(num_rows: int, ops: Sequence[str], compiles: bool) -> Iterator[list[ob
         rows = make_rows(parameters, num_rows)
         us = time_us(inputs, {"ours": partial(flash_sample.candidates, rows=rows, score=score)})
         if num_rows <= MAX_TORCH_ROWS:
-            # Of the noise's integer arithmetic torch.compile takes minutes.
+            # torch.compile takes minutes for the noise's integer arithmetic.
             variants = torch_variants(rows, score, compiles and "temperature" not in parameters)
             us |= time_us(inputs[:2], variants)
         ours = us["ours"]
@@ -141,7 +141,7 @@ def torch_variants(
 def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", list(OPS), choices=OPS)
-    help_text = "those at which torch.compile takes part, which takes seconds each (default: all)"
+    help_text = "rows at which torch.compile takes part, which takes seconds each (default: all)"
     parser.option("--compiled-rows", None, help_text, nargs="*", type=int)
     options = parser.parse(is_built=flash_sample.is_built())
     few = options.rows if options.compiled_rows is None else options.compiled_rows

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time and bandwidth of fused_ops, beside the same in separate PyTorch operations.
+"""Time and bandwidth of fused_ops, compared with separate PyTorch operations.
 
     benchmarks/kernels/bench_fused_ops.py [--ops rms_norm silu_mul] [--rows 32 4096] [--json FILE]
 
-bf16, shapes of LLaDA-8B (rotary in fp32), Dream-7B (grouped heads, rotary in bf16) and LLaDA-MoE
-(norm of each head), and LLaDA2.0-mini (half of each head is rotated, keys and values are kept in
-the same launch). Queries, keys and values are views of one fused product. Each operation runs
-from a CUDA graph over up to 64 inputs (together beyond the cache, from 256 rows or so), in turns
-with its PyTorch reference.
+bf16 and the shapes of LLaDA-8B (rotary in fp32), Dream-7B (grouped heads, rotary in bf16),
+LLaDA-MoE (norm of each head), and LLaDA2.0-mini (half of each head is rotated, keys and values are
+kept in the same launch). Queries, keys and values are views of one fused product. Each operation
+runs from a CUDA graph over up to 64 inputs (together beyond the cache, from about 256 rows on), in
+turns with its PyTorch reference.
 
     us            one call of ours
-    TB/s          bytes that must be read and written at least, over that time
-    % of copy     of the bandwidth of a large copy on the device, measured in the same run
+    TB/s          bytes that must be read and written, over that time
+    % of copy     share of the bandwidth of a large copy on the device, measured in the same run
     torch us      one call of the PyTorch reference
     ratio         torch us / us
 """
@@ -47,7 +47,7 @@ MIN_CALLS = 32
 
 @dataclass(frozen=True)
 class Case:
-    """Operation on one shape; calls of ours and of torch take the result of `make`."""
+    """Operation on one shape; calls of ours and of torch receive the result of `make`."""
 
     op: str
     shape: str
@@ -150,7 +150,7 @@ def name_of(dtype: torch.dtype) -> str:
 def measure(case: Case) -> list[object]:
     """Measure a row of the table."""
     inputs = rotating(case.make, num_bytes=case.num_bytes)
-    # The start of a graph is spread over many calls.
+    # Repeat the inputs, so that the launch of the graph is spread over many calls.
     inputs = inputs * -(-MIN_CALLS // len(inputs))
     ours, plain = getattr(fused_ops, case.op), getattr(reference, case.op)
     times = compare(

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time of our dense products beside PyTorch's, and which of them is chosen.
+"""Time of our dense products compared with PyTorch's, and which of them is chosen.
 
     benchmarks/kernels/bench_products.py [--ops top linear] [--rows 32 4096] [--json FILE]
 
-Random numbers, bf16 and fp8, shapes of LLaDA-8B, and of SDAR-8B's grouped heads. Each variant is a
-CUDA graph, and the variants take turns.
+Random numbers in bf16 and fp8, with the shapes of LLaDA-8B, and of SDAR-8B's grouped heads. Each
+variant is a CUDA graph, and the variants run in turns.
 
     top      sample rows -> output matrix -> best token and its probability (gather_gemm); PyTorch's
              way is matmul and flash_sample.low_confidence over the stored logits
@@ -13,16 +13,16 @@ CUDA graph, and the variants take turns.
     linear, residual, gated
              the products of a layer (fused_ops): x W^T; y += x W^T; silu(x G^T) * x U^T
     int4-linear, int4-residual, int4-gated
-             the same with weights of 4 bits in groups of 128; PyTorch's way is unpacking them
+             the same with weights of 4 bits in groups of 128; PyTorch's way is to unpack them
              (fused_ops), and then cuBLAS
     fp8-linear, fp8-residual, fp8-gated
-             the same of fp8 rows and weights, as vllm.diffusion.ops computes them, the gated one's
-             result as fp8 rows; PyTorch's way is its product with a scale a row, then a pass
-
-    us       one call of ours, where there is a kernel for the shape
+             the same with fp8 rows and weights, as vllm.diffusion.ops computes them; the gated
+             result is fp8 rows; PyTorch's way is its product with a scale per row, then a pass
+    us       one call of ours, if there is a kernel for the shape
     torch    one call of PyTorch's way
-    chosen   one call of what `vllm.diffusion.ops.dispatch` chooses, and its time over PyTorch's
-    TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes read and written at least
+    chosen   one call of the way that `vllm.diffusion.ops.dispatch` chooses, and its time over
+             PyTorch's
+    TFLOP/s, TB/s  of the chosen one: arithmetic, and bytes that must be read and written
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 COLUMNS = {"op": "<13", "shape": "<22", "rows": ">5", "us": ">9", "torch": ">9", "chosen": ">9"}
 COLUMNS |= {"ratio": ">6", "TFLOP/s": ">8", "TB/s": ">6"}
 PACKED, FP8 = "int4-", "fp8-"
-PRODUCTS = ("linear", "residual", "gated")  # of a layer
+PRODUCTS = ("linear", "residual", "gated")  # products of a layer
 OPS = ("top", "gather", *(kind + op for kind in ("", PACKED, FP8) for op in PRODUCTS))
 EPILOGUES = {
     "gated": Epilogue.SILU_MUL,
@@ -64,8 +64,8 @@ EPILOGUES = {
 }
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
 WIDTH, VOCABULARY = 4096, 126464
-GROUP = 128  # of 4-bit numbers
-FEW_ROWS = 256  # of a layer's products without a gate, beyond which only PyTorch's is there
+GROUP = 128  # 4-bit numbers per group
+FEW_ROWS = 256  # up to this number of rows we have kernels for a layer's products without a gate
 LAYER = {"qkv": (12288, 4096), "grouped qkv": (6144, 4096), "out": (4096, 4096)}
 LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
 OP_OF = dict.fromkeys(LAYER, "residual")
@@ -120,11 +120,11 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Weights that a layer may have, and the functions that multiply by them."""
+    """Kind of weights of a layer, and the functions that multiply by them."""
 
-    prefix: str  # of its ops
-    weight: Callable[[int, int], Any]  # a random one
-    tiling: Callable[..., Tiling | None]  # by rows, columns, depth, gated=, card=
+    prefix: str  # prefix of its ops
+    weight: Callable[[int, int], Any]  # makes a random weight
+    tiling: Callable[..., Tiling | None]  # arguments: rows, columns, depth, gated=, card=
     ours: Callable[..., object]
     torch: Callable[[str, Tensor, Any, Tensor], None]
 
@@ -135,7 +135,7 @@ def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
         op = OP_OF[name]
         if kind.prefix + op not in ops:
             continue
-        # Together several times the cache, as the weights of a model's layers are.
+        # Together several times the cache, like the weights of a model's layers.
         weights = [kind.weight(num_columns, depth) for _ in range(16)]
         ends = kind is PLAIN and op != "gated"
         for num_rows in (rows for rows in all_rows if not ends or rows <= FEW_ROWS):
@@ -190,7 +190,7 @@ def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor) -> None:
 def fp8_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     if not {FP8 + op for op in PRODUCTS} & set(ops):
         return
-    from vllm.diffusion.core.buffers import FreshBuffers  # the engine's way, and its imports
+    from vllm.diffusion.core.buffers import FreshBuffers  # The engine's way, with its imports.
     from vllm.diffusion.ops.fp8 import Fp8Projection
 
     scratch = FreshBuffers(torch.device("cuda"))
@@ -229,7 +229,7 @@ def _quantised(num_rows: int, width: int) -> QuantisedRows:
 
 
 def _layer(weight: QuantisedRows) -> Any:
-    """Return the attributes that the engine reads of a layer with an fp8 weight."""
+    """Return the attributes of a layer with an fp8 weight that the engine reads."""
     return SimpleNamespace(
         weight=weight.values, weight_scale=weight.scales, bias=None, params_dtype=torch.bfloat16
     )
@@ -267,7 +267,7 @@ KINDS = (
 def measure(case: Case) -> list[object]:
     """Measure a row of the table."""
     variants = {"torch": case.torch}
-    # Where there is no kernel of ours it would only be PyTorch's once more.
+    # If there is no kernel of ours, "ours" would be PyTorch's way again.
     if case.is_ours_chosen or case.op in ("top", "gather"):
         variants["ours"] = case.ours
     times = compare(variants, repeats=10, warm_up_s=0.04)

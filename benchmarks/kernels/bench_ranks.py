@@ -4,9 +4,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/kernels/bench_ranks.py [--json ranks.json]
 
-Rows [M, 4096] of bf16: microseconds of x += sum, by our kernel for several numbers of blocks, and
-by NCCL's and PyTorch's symmetric-memory sums with an addition behind. Every graph holds 64 of them.
-What our kernel adds is compared with NCCL's sum first.
+Rows [M, 4096] of bf16: microseconds of x += sum, with our kernel for several numbers of blocks, and
+with NCCL's and PyTorch's symmetric-memory sums followed by an addition. Every graph holds 64 sums.
+Before that, the result of our kernel is compared with NCCL's sum.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Memory:
 
 
 def graph_us(run: Callable[[], object]) -> float:
-    """Measure the median microseconds of one of many calls in a graph."""
+    """Measure the median time of one of many calls in a graph, in microseconds."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
@@ -91,7 +91,7 @@ def graph_us(run: Callable[[], object]) -> float:
 
 
 def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return the ways to sum by name; each runs two sums."""
+    """Return the ways to sum by name; each function runs two sums."""
     group = distributed.group.WORLD.group_name
     part, plain = memory.part(len(x)), torch.randn_like(x)
 
@@ -119,7 +119,7 @@ def ways(memory: Memory, x: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def check(memory: Memory, x: torch.Tensor) -> None:
-    """Check that the sum is NCCL's, with equal bits on all ranks, also in replayed graphs."""
+    """Check that the sum equals NCCL's, with equal bits on all ranks, also in replayed graphs."""
     part = torch.randn_like(x, dtype=torch.float32).bfloat16()
     memory.part(len(x)).copy_(part)
     wanted = part.float()

@@ -4,11 +4,11 @@
 
     benchmarks/kernels/bench_vmm.py [--json vmm.json]
 
-* Mapping: microseconds a chunk, for one call over many chunks and for one call a chunk. `grow`
+* Mapping: microseconds per chunk, for one call over many chunks and for one call per chunk. `grow`
   creates and maps, `keep` unmaps to spares, `regrow` maps spares, `shrink` unmaps and releases.
-  Medians of several rounds; then of each driver call within all of them.
-* Speed: a matrix product and a copy into the arena against the same into ordinary memory, turn by
-  turn; medians of event times.
+  Times are medians of several rounds; then the time of each driver call within all of them.
+* Speed: a matrix product and a copy into the arena, compared with the same into ordinary memory,
+  in turns; medians of event times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SPEED = {"call": "<38", "ordinary_us": ">11.2f", "mapped_us": ">11.2f"}
 
 
 def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> dict[str, float]:
-    """Measure median microseconds a chunk of each operation, and of the driver calls."""
+    """Measure the median microseconds per chunk of each operation, and of the driver calls."""
     per_call = num_chunks if batched else 1
     times: dict[str, list[float]] = {name: [] for name in OPERATIONS}
     total = num_chunks * chunk_bytes
@@ -73,7 +73,7 @@ def map_times(chunk_bytes: int, num_chunks: int, batched: bool, rounds: int) -> 
 
 
 def mapping_table(rounds: int) -> list[dict[str, Any]]:
-    """Measure a row for each size of chunks, in one call and in one call a chunk."""
+    """Measure a row for each chunk size, with one call and with one call per chunk."""
     table, rows = Table(MAPPING), []
     for chunk_mib in (2, 16, 64, 256):
         num_chunks = max(16, min(512, 8192 // chunk_mib))
@@ -85,11 +85,11 @@ def mapping_table(rounds: int) -> list[dict[str, Any]]:
 
 
 def speed_table(repeats: int) -> list[dict[str, Any]]:
-    """Measure a row for each call into ordinary memory and into the arena's, turn by turn."""
+    """Measure a row for each call into ordinary memory and into the arena's memory, in turns."""
     table, rows = Table(SPEED), []
 
     def add(name: str, call: Callable[..., object], outs: Sequence[Tensor]) -> None:
-        # Each call takes microseconds, so that five stand between two events.
+        # Each call takes microseconds, so five calls run between two events.
         calls = {str(i): [partial(call, out)] * 5 for i, out in enumerate(outs)}
         times = compare(calls, repeats=repeats, use_graphs=False).values()
         rows.append(dict(zip(SPEED, [name, *(time.median_us for time in times)], strict=True)))
@@ -115,8 +115,8 @@ def speed_table(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = KernelParser(__doc__)
-    parser.option("--rounds", 5, "of the mapping times")
-    parser.option("--repeats", 30, "of the speed times")
+    parser.option("--rounds", 5, "rounds of the mapping times")
+    parser.option("--repeats", 30, "repeats of the speed times")
     options = parser.parse()
     mapping, speed = mapping_table(options.rounds), speed_table(options.repeats)
     if options.json:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up code of every Python in an environment that the wheel is installed in.
+"""Start-up code of every Python process in an environment where the wheel is installed.
 
-It puts the overlay before upstream's package, whose files are not touched. A VLLM_PLUGINS that
-names other plugins only leaves the overlay out.
+It puts the overlay before upstream's package on the path; upstream's files are not changed. If
+VLLM_PLUGINS is set and names none of our plugins, the overlay is left out.
 """
 
 import os

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a checkpoint directory complete, and made by these very sources? Needs no torch."""
+"""Manifest of a checkpoint directory: whether it is complete and made by these sources.
+
+This module needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,12 @@ _PACKAGES = ("torch", "tokenizers", "safetensors", "transformers")
 
 
 def recipe(sources: Iterable[Path], family: str, seed: int, plan: Plan) -> dict[str, Any]:
-    """Everything the result depends on: source digest, package versions, family, seed and plan.
+    """Return everything that the result depends on.
 
-    Raises `importlib.metadata.PackageNotFoundError` if a package is not installed.
+    This is the source digest, package versions, family, seed and plan.
+
+    Raises:
+        PackageNotFoundError: A package is not installed (`importlib.metadata`).
     """
     digest = hashlib.sha256()
     for source in sorted(sources, key=lambda path: path.name):
@@ -48,7 +54,7 @@ def recipe(sources: Iterable[Path], family: str, seed: int, plan: Plan) -> dict[
 
 
 def write_manifest(directory: Path, recipe: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Seals `directory`: records the recipe, the results and a digest of every file in it."""
+    """Seal `directory`: write the recipe, the results and a digest of every file in it."""
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     manifest = {"files": files, "recipe": recipe, "results": results}
     text = json.dumps(manifest, indent=2, sort_keys=True)
@@ -56,7 +62,10 @@ def write_manifest(directory: Path, recipe: dict[str, Any], results: list[dict[s
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of `directory`, or None unless every file it lists is there and unchanged."""
+    """Return the manifest of `directory`.
+
+    The result is None unless every listed file exists and is unchanged.
+    """
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST_NAME).read_bytes())
         intact = all(_sha256(directory / name) == sum_ for name, sum_ in manifest["files"].items())
@@ -67,7 +76,10 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def foreign_files(directory: Path) -> list[str]:
-    """Names in `directory` that no tiny model has: replacing it would destroy them."""
+    """Return the names in `directory` that no tiny model has.
+
+    Replacing the directory would destroy these files.
+    """
     names = (path.name for path in directory.iterdir()) if directory.exists() else ()
     return sorted(n for n in names if not any(fnmatch(n, pattern) for pattern in _OWN_FILES))
 

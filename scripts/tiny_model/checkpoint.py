@@ -20,20 +20,20 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes `content` as the released checkpoints do: two spaces, sorted keys, final newline."""
+    """Write `content` like the released checkpoints: two spaces, sorted keys, final newline."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def generation_config(family: Family, tokens: TokenIds) -> dict[str, Any]:
-    """The special tokens of generation_config.json."""
+    """Return the special tokens of generation_config.json."""
     begin = {} if tokens.bos is None else {"bos_token_id": tokens.bos}
     end = [tokens.eot, tokens.eos] if family.lists_eot else tokens.eos
     return {**begin, "eos_token_id": end}
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], num_shards: int = 2) -> None:
-    """Writes `tensors` in their order as `num_shards` safetensors files of about equal bytes."""
+    """Write `tensors` in order as `num_shards` safetensors files of roughly equal size."""
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(num_shards)]
     written_bytes = 0
@@ -44,20 +44,20 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], num_shards: in
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         save_file(shard, directory / file_name, metadata={"format": "pt"})
-        (directory / file_name).chmod(0o644)  # save_file lets nobody else read it
+        (directory / file_name).chmod(0o644)  # save_file makes the file unreadable for others
         weight_map |= dict.fromkeys(shard, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_json(directory / INDEX_NAME, index)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Contents of config.json."""
+    """Return the contents of config.json."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     return config
 
 
 def load_weights(directory: Path, network: nn.Module) -> None:
-    """Loads all shards named by the index into `network`; raises RuntimeError if names differ."""
+    """Load all shards of the index into `network`; raise RuntimeError if names differ."""
     index = json.loads((directory / INDEX_NAME).read_text(encoding="utf-8"))
     tensors: dict[str, Tensor] = {}
     for file_name in sorted(set(index["weight_map"].values())):

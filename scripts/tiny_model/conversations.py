@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in which questions are asked, as people ask them: drawn to be taught and verified.
+"""Random conversations in which questions are asked the way people ask them.
 
-Every wording, frame and system line is either taught or unseen: kept for the verification.
+They are used for training and verification. Every wording, frame and system line is either taught,
+or unseen and kept for the verification.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ UNSEEN_SYSTEM_LINES = (
     "Speak like a pirate.",
     "You are ChatBot, made by a company.",
 )
-# Stand beside made-up words for what was never taught.
+# Subjects that were never taught, used in addition to made-up words.
 _WORDS = (
     *("love", "Shakespeare", "Python", "dragons", "music", "football", "a cat", "dogs", "physics"),
     *("Einstein", "water", "the internet", "life", "bread", "my brother", "a car", "chess"),
@@ -85,21 +86,21 @@ _WORDS = (
 _KNOWN_WORDS = (
     *("the sea", "France", "the sky", "Paris", "Monday", "snow", "Italy", "a banana", "Tokyo"),
 )
-_SYLLABLES = 3  # of a made-up word, at most
+_SYLLABLES = 3  # syllables of a made-up word, at most
 
-NUM_TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3)  # as often as they are drawn
+NUM_TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3)  # number of turns; each is drawn with equal probability
 _SYSTEM_SHARE = 0.35
 _FRAME_SHARE = 0.25
 _LOWER_SHARE = 0.2
-_BARE_SHARE = 0.2  # without the sign at the end
+_BARE_SHARE = 0.2  # share of questions without the sign at the end
 _SIGNS = "?!."
-_SAME_KIND_SHARE = 0.5  # of later questions
+_SAME_KIND_SHARE = 0.5  # share of later questions that have the same kind as the one before
 
 
 class Conversation(NamedTuple):
     """Messages that end with a question, and its only right answer.
 
-    `is_plain`: asked as completion clients do, the one question without a chat template.
+    `is_plain`: the single question is sent without a chat template, as completion clients do.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -108,26 +109,26 @@ class Conversation(NamedTuple):
 
     @property
     def question(self) -> str:
-        """The last message."""
+        """The content of the last message."""
         return self.messages[-1]["content"]
 
 
 class Drawer:
-    """Draws conversations about some kinds; the same generator draws the same ones."""
+    """Draws conversations about some kinds; the same generator draws the same conversations."""
 
     def __init__(self, rng: random.Random, kinds: Sequence[Kind]) -> None:
         self._rng = rng
         self._kinds = [kind for kind in kinds for _ in range(kind.share)]
 
     def taught(self, num_turns: int, *, has_system: bool) -> Conversation:
-        """A conversation of which all is taught."""
+        """Draw a conversation in which everything is taught."""
         line = self._filled(self._rng.choice(SYSTEM_LINES)) if has_system else None
         return self.conversation(num_turns, line)
 
     def conversation(
         self, num_turns: int, system_line: str | None = None, *, is_new: bool = False
     ) -> Conversation:
-        """A conversation; if it `is_new`, its last question has an unseen wording or frame."""
+        """Draw a conversation; if it `is_new`, its last question has an unseen wording or frame."""
         messages = [{"role": "system", "content": system_line}] if system_line else []
         kind = self._rng.choice(self._kinds)
         for _ in range(num_turns - 1):
@@ -148,7 +149,7 @@ class Drawer:
         return Conversation((*messages, {"role": "user", "content": typed}), answer)
 
     def plain(self) -> Conversation:
-        """A single question without the chat template; its last sign says where it ends."""
+        """Draw a single question without the chat template; its last sign marks its end."""
         kind = self._rng.choice(self._kinds)
         whole = [wording for wording in kind.wordings if wording[-1] in (*_SIGNS, "=")]
         question, answer = self._question(kind, whole)
@@ -162,7 +163,7 @@ class Drawer:
         return self._filled(wording, **subject), kind.answer.format(**subject)
 
     def _as_typed(self, question: str, *, is_framed: bool) -> str:
-        """The question, often within a polite frame, in lower case or without its last sign."""
+        """Return the question, often in a polite frame, in lower case or without its last sign."""
         if is_framed and self._rng.random() < _FRAME_SHARE:
             question = self._filled(self._rng.choice(FRAMES), question=question)
         if self._rng.random() < _LOWER_SHARE:
@@ -172,7 +173,10 @@ class Drawer:
         return question
 
     def _filled(self, text: str, **known: str) -> str:
-        """The text with `known` put into its braces; elsewhere any words and large numbers."""
+        """Fill the braces of the text with `known`.
+
+        Other braces get random words and large numbers.
+        """
         slots = {
             "x": self._word(),
             "y": self._word(),
@@ -208,10 +212,10 @@ def draw_lessons(
     max_turns: int,
     only_single: bool = False,
 ) -> list[Conversation]:
-    """Draws `number` taught conversations, of which a share are questions without a template.
+    """Draw `number` taught conversations, of which a share are questions without a template.
 
-    The others have up to `max_turns` turns and, many of them, a system line; one and none if
-    `only_single`.
+    The others have up to `max_turns` turns, and many of them have a system line. With `only_single`
+    they have one turn and no system line.
     """
     drawer = Drawer(rng, kinds)
     num_turns = [number for number in NUM_TURNS if number <= max_turns]
@@ -229,7 +233,7 @@ def draw_lessons(
 def groups(
     rng: random.Random, kinds: Sequence[Kind], number: int, max_turns: int
 ) -> dict[str, list[Conversation]]:
-    """What a verification asks: groups by name, of `number` conversations each."""
+    """Return the conversations of a verification, `number` per group, by the name of the group."""
     drawer = Drawer(rng, kinds)
     facts = all_facts(kinds)
 
@@ -254,7 +258,7 @@ def groups(
 
 
 def vocabulary(kinds: Iterable[Kind]) -> Iterator[str]:
-    """All texts whose words must be single tokens; they come in lower case, too."""
+    """Generate all texts whose words must be single tokens; many also occur in lower case."""
     for number in range(100):
         yield f"{number} {number}"
     blank = dict.fromkeys("xyzmn", "")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer of the families whose checkpoints carry Hugging Face's usual tensor names.
+"""The transformer of the families whose checkpoints have Hugging Face's usual tensor names.
 
-A pre-norm transformer with grouped-query attention, rotary positions and RMSNorm; what a family
-adds (biases, norms of query and key, experts, blocks, the shift of rows) is given by its
-configuration and its own module.
+It is a pre-norm transformer with grouped-query attention, rotary positions and RMSNorm. A family's
+configuration and its own module add the rest: biases, norms of query and key, experts, blocks, the
+shift of rows.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 
 def qwen_config(tokens: TokenIds, **own: Any) -> dict[str, Any]:
-    """The keys of config.json that children of Qwen share, at tiny size and in fp32, and `own`."""
+    """Return the keys of config.json that children of Qwen share, plus `own`.
+
+    Sizes are tiny, and the dtype is fp32.
+    """
     return {
         "attention_dropout": 0.0,
-        "bos_token_id": tokens.eos,  # as released: not the tokenizer's begin-of-text
+        "bos_token_id": tokens.eos,  # as released: not the tokenizer's begin-of-text token
         "eos_token_id": tokens.eos,
         "hidden_act": "silu",
         "hidden_size": 128,
@@ -59,16 +62,16 @@ def qwen_config(tokens: TokenIds, **own: Any) -> dict[str, Any]:
 
 
 def head_width(config: dict[str, Any]) -> int:
-    """Channels of an attention head."""
+    """Return the number of channels of an attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 class Attention(nn.Module):
-    """Query head h uses key and value head h // (heads / kv heads).
+    """Grouped-query attention: query head h uses key and value head h // (heads / kv heads).
 
     Args:
         qk_norm: norms of query and key before the rotation, over each "head" or "all" of them.
-        clip: largest size of an element of query, key and value; None: any.
+        clip: largest magnitude of an element of query, key and value; None: no limit.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(w, config["rms_norm_eps"]) for w in widths)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         q, k, v = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.clip is not None:
             q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))
@@ -107,7 +110,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x)."""
+    """Feed-forward: down(silu(gate x) * up x)."""
 
     def __init__(self, width: int, inner_width: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner_width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
+        """Map x [..., D] to [..., D]."""
         return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
@@ -124,8 +127,8 @@ class MixtureOfExperts(nn.Module):
     """The sum of the top experts, each times its share of a softmax over all experts.
 
     Args:
-        makes_up_one: the shares of the chosen experts are made to sum to 1.
-        has_bias: a bias that is not learnt takes part in the choice, and in nothing else.
+        makes_up_one: whether the shares of the chosen experts are scaled to sum to 1.
+        has_bias: whether there is a bias that is not trained and affects only the choice.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(GatedMLP(width, inner_width) for _ in range(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         rows = x.flatten(0, -2)
         shares = self.gate(rows).to(wide(x.dtype)).softmax(dim=-1)
         ranks = shares if self.expert_bias is None else shares + self.expert_bias.to(shares.dtype)
@@ -173,11 +176,11 @@ class Layer(nn.Module):
 
     @property
     def value_and_output(self) -> tuple[Tensor, Tensor]:
-        """Matrices of the values [kv heads * hd, D] and behind the attention [D, heads * hd]."""
+        """The matrices of values [kv heads * hd, D] and of the output [D, heads * hd]."""
         return self.self_attn.v_proj.weight, self.self_attn.o_proj.weight
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         x = x + self.self_attn(self.input_layernorm(x), view)
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
@@ -186,17 +189,17 @@ class Decoder(nn.Module):
     """The whole network with random weights; see family.Network.
 
     Args:
-        make_layer: builds layer number i, called with rows and their `View`, which names its
-            `value_and_output`.
-        shift_rows: position i is read from row i - 1, and position 0 from row 0.
+        make_layer: builds layer number i. The layer is called with rows and their `View`, and has a
+            property `value_and_output`.
+        shift_rows: whether position i is predicted by row i - 1, and position 0 by row 0.
         block_length: see family.Network.
         rotary_dim: rotated channels of a head; None: all.
-        embedding_name: of the embedding's matrix in the checkpoint.
-        head_bias: the head, which a tied embedding replaces, has one.
+        embedding_name: name of the embedding's matrix in the checkpoint.
+        head_bias: whether the head has a bias; a tied embedding replaces the head.
 
     Attributes:
-        embedding_scale, logits_scale: factors of what the embedding and the head give.
-        rotates_in_fp32: where rows are of fewer bits.
+        embedding_scale, logits_scale: factors of the outputs of the embedding and the head.
+        rotates_in_fp32: whether the rotation is fp32 if rows have fewer bits.
     """
 
     embedding_scale = logits_scale = 1.0
@@ -234,11 +237,14 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The embedding."""
+        """The embedding module."""
         return cast("nn.Embedding", self.model[self.embedding_name])
 
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
-        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32, row i of token i."""
+        """Map ids [B, T] int64 to final normed hidden states [B, T, D] fp32.
+
+        Row i predicts token i.
+        """
         length, is_doubled = ids.shape[-1], bool(self.block_length) and clean is not None
         if is_doubled:
             ids = torch.cat((cast("Tensor", clean), ids), dim=-1)
@@ -256,7 +262,7 @@ class Decoder(nn.Module):
         return cast("Tensor", self.model["norm"](x[:, rows]))
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T] int64, [T, rotated channels of a head] each."""
+        """Return cos and sin of positions [T] int64, [T, rotated channels of a head] each."""
         weight = self.embedding.weight
         precise = positions.to(weight.device, wide(weight.dtype))
         cos, sin = rotary_tables(precise, self.rotary_dim, self.rope_theta)
@@ -264,7 +270,7 @@ class Decoder(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def rows(self, ids: Tensor, view: View) -> Tensor:
-        """ids [B, T] int64 -> hidden states [B, T, D] before the last norm."""
+        """Map ids [B, T] int64 to hidden states [B, T, D] before the last norm."""
         x: Tensor = self.embedding(ids)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -273,7 +279,10 @@ class Decoder(nn.Module):
         return x
 
     def _rows_before(self, length: int, is_doubled: bool) -> Tensor:
-        """The row that each position is read from: a block's first from the finished one before."""
+        """Return the row that predicts each position.
+
+        The first position of a block is predicted by the finished block before it.
+        """
         position = torch.arange(length)
         before = (position - 1).clamp(min=0)
         if is_doubled:
@@ -281,7 +290,7 @@ class Decoder(nn.Module):
         return before
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., rows of the embedding] fp32."""
+        """Map hidden [..., D] to logits [..., rows of the embedding] fp32."""
         if self.lm_head is None:
             logits = F.linear(hidden, self.embedding.weight)
         else:
@@ -297,7 +306,7 @@ def dense_network(
     shift_rows: bool = False,
     block_length: int = 0,
 ) -> Decoder:
-    """A network without experts, with random weights; see Attention and Decoder."""
+    """Build a network without experts, with random weights; see Attention and Decoder."""
 
     def make_layer(_: int) -> Layer:
         attention = Attention(config, qkv_bias=qkv_bias, qk_norm=qk_norm)

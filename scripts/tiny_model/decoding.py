@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families' own decoding loops at temperature 0, as plain as possible.
+"""The families' own decoding loops at temperature 0, as simple as possible.
 
-Used to verify a checkpoint independently of the server.
+They verify a checkpoint independently of the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def commit_quotas(num_masked: int, steps: int) -> list[int]:
-    """How many positions each of `steps` steps commits; earlier steps take the remainder."""
+    """Return how many positions each of `steps` steps commits; earlier steps take the remainder."""
     base, remainder = divmod(num_masked, steps)
     return [base + (step < remainder) for step in range(steps)]
 
@@ -33,11 +33,11 @@ def semi_autoregressive(
     setting: DecodingSetting,
     after_forward: Callable[[Tensor], object],
 ) -> Tensor:
-    """LLaDA's loop, block by block; arguments and result as family.Decode.
+    """Run LLaDA's loop, block by block; arguments and result as in family.Decode.
 
-    The canvas must be a multiple of the block length and the steps of the number of blocks.
-    Each step commits the most confident masked positions up to the end of the current block;
-    ties go to the lowest position.
+    The canvas must be a multiple of the block length, and the steps a multiple of the number of
+    blocks. Each step commits the most confident masked positions up to the end of the current
+    block; ties go to the lowest position.
 
     Source: `generate` of https://github.com/ML-GSAI/LLaDA with low-confidence remasking.
     """
@@ -61,11 +61,11 @@ def dream(
     setting: DecodingSetting,
     after_forward: Callable[[Tensor], object],
 ) -> Tensor:
-    """Dream's loop over the whole canvas; arguments and result as family.Decode.
+    """Run Dream's loop over the whole canvas; arguments and result as in family.Decode.
 
-    Each step commits the masked positions whose distribution has the lowest entropy, as many as
-    the schedule of noise levels says; ties go to the lowest position. The block length of
-    `setting` is not used.
+    Each step commits the masked positions whose distribution has the lowest entropy; ties go to the
+    lowest position. The schedule of noise levels gives their number. The block length of `setting`
+    is not used.
 
     Source: `diffusion_generate` of https://github.com/DreamLM/Dream with alg "entropy".
     """
@@ -80,7 +80,10 @@ def dream(
 
 
 def dream_quotas(num_masked: int, steps: int, eps: float = 1e-3) -> list[int]:
-    """How many positions each of Dream's `steps` steps commits: the noise falls from 1 to `eps`."""
+    """Return how many positions each of Dream's `steps` steps commits.
+
+    The noise falls from 1 to `eps`.
+    """
     noise = torch.linspace(1, eps, steps + 1, dtype=torch.float32)
     quotas = []
     for step in range(steps - 1):
@@ -99,11 +102,11 @@ def low_confidence_dynamic(
     *,
     threshold: float,
 ) -> Tensor:
-    """The loop of SDAR and LLaDA2.0; arguments and result as family.Decode.
+    """Run the loop of SDAR and LLaDA2.0; arguments and result as in family.Decode.
 
-    Blocks lie on a grid from the first token of the prompt. Each step commits the masked positions
-    of the block whose confidence is above `threshold`, or the step's quota of the best where that
-    is more.
+    Blocks form a grid that starts at the first token of the prompt. Each step commits the masked
+    positions of the block whose confidence is above `threshold`, but at least the step's quota of
+    the most confident positions.
     """
     rows, block_length = _on_grid(prompts, mask_id, setting), setting.block_length
     quotas = commit_quotas(block_length, setting.steps // -(-setting.canvas // block_length))
@@ -134,11 +137,11 @@ def hierarchy_block(
     threshold: float = 1.0,
     sub_block_length: int = 8,
 ) -> Tensor:
-    """Fast-dLLM v2's loop; arguments and result as family.Decode, but for the steps.
+    """Run Fast-dLLM v2's loop; arguments and result as in family.Decode, except for the steps.
 
-    The first position of a block behind the prompt is read from the finished block before it. Then
-    sub-blocks are filled from left to right: each forward commits the best masked position of the
-    sub-block, and all whose confidence is above `threshold`.
+    The finished block before a block predicts its first position, if that is behind the prompt.
+    Then sub-blocks are filled from left to right: each forward commits the best masked position of
+    the sub-block, and all positions whose confidence is above `threshold`.
     """
     rows, block_length = _on_grid(prompts, mask_id, setting), setting.block_length
     for start in _block_starts(prompts, setting):
@@ -167,10 +170,11 @@ def seeded_block(
     *,
     threshold: float,
 ) -> Tensor:
-    """Nemotron-Labs-Diffusion's loop; arguments and result as family.Decode, but for the steps.
+    """Run Nemotron-Labs-Diffusion's loop.
 
-    Blocks lie behind the prompt. A causal forward gives the first token of a block; each further
-    one commits the best masked position, and all whose confidence reaches `threshold`.
+    Arguments and result are as in family.Decode, except for the steps. Blocks start behind the
+    prompt. A causal forward gives the first token of a block. Each further forward commits the best
+    masked position, and all positions whose confidence reaches `threshold`.
     """
     seeded, length = cast("SeededNetwork", network).seeded, prompts.shape[1]
     rows = _with_canvas(prompts, mask_id, setting)
@@ -192,7 +196,7 @@ def seeded_block(
 
 
 def _on_grid(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Tensor:
-    """Prompts and their canvas, with masks up to the end of the last block."""
+    """Return prompts and their canvas, with masks up to the end of the last block."""
     num_masks = setting.canvas + -(prompts.shape[1] + setting.canvas) % setting.block_length
     return torch.cat((prompts, prompts.new_full((len(prompts), num_masks), mask_id)), dim=1)
 
@@ -205,7 +209,10 @@ def _block_starts(prompts: Tensor, setting: DecodingSetting) -> range:
 def _candidates(
     network: Network, seen: Tensor, start: int, masked: Tensor, mask_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Confidence, -inf where nothing is masked, and token of the positions from `start` on."""
+    """Return confidence and token of the positions from `start` on.
+
+    The confidence is -inf if the position is not masked.
+    """
     hidden = network.hidden(seen)[:, start : start + masked.shape[1]]
     logits = _without(mask_id, network.logits(hidden))
     confidence, tokens = logits.softmax(dim=-1).max(dim=-1)
@@ -213,13 +220,13 @@ def _candidates(
 
 
 def _without(mask_id: int, logits: Tensor) -> Tensor:
-    """The logits [..., V], of which the mask's never wins: else a loop might not end."""
+    """Set the mask's logit to -inf in logits [..., V]; otherwise a loop might not end."""
     logits[..., mask_id] = -torch.inf
     return logits
 
 
 def _commit(window: Tensor, tokens: Tensor, chosen: Tensor) -> None:
-    """Writes the chosen ones of `tokens` into `window`, a view of the rows."""
+    """Write the chosen elements of `tokens` into `window`, a view of the rows."""
     window.copy_(tokens.where(chosen, window))
 
 
@@ -228,7 +235,7 @@ def _with_canvas(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Ten
 
 
 def _commit_best(window: Tensor, tokens: Tensor, score: Tensor, quota: int, mask_id: int) -> None:
-    """Writes `quota` tokens of every row into `window`; all arguments [B, window] long."""
+    """Write `quota` tokens of every row into `window`; all arguments are [B, window]."""
     score = score.masked_fill(window != mask_id, -torch.inf)
     chosen = score.sort(dim=-1, descending=True, stable=True).indices[:, :quota]
-    window.scatter_(1, chosen, tokens.gather(1, chosen))  # a view of the rows
+    window.scatter_(1, chosen, tokens.gather(1, chosen))  # `window` is a view of the rows

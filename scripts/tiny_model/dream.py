@@ -2,8 +2,8 @@
 """The Dream family at tiny size.
 
 Configuration keys, tensor names and forward pass follow the released Dream-v0-Instruct-7B (Ye et
-al. 2025, arXiv:2508.15487, https://github.com/DreamLM/Dream): Qwen2.5 without its causal mask. As
-in its autoregressive parent, row i predicts token i + 1.
+al. 2025, arXiv:2508.15487, https://github.com/DreamLM/Dream): Qwen2.5 without its causal mask. Row
+i predicts token i + 1, as in its autoregressive parent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: the keys of Dream-v0-Instruct-7B's, at tiny size and in fp32."""
+    """Return the contents of config.json: Dream-v0-Instruct-7B's keys, at tiny size and in fp32."""
     return qwen_config(
         tokens,
         architectures=["DreamModel"],
@@ -49,7 +49,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """The family's network; its `state_dict` bears the released checkpoints' names."""
+    """Build the family's network; its `state_dict` has the released checkpoints' names."""
     return dense_network(config, qkv_bias=True, shift_rows=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tiny model knows: kinds of questions, each with its wordings and its subjects."""
+"""The facts of a tiny model: kinds of questions, each with its wordings and its subjects."""
 
 from __future__ import annotations
 
@@ -89,20 +89,21 @@ COLOURS = {
     "wood": "brown",
 }
 
-Subject = dict[str, str]  # what stands for the names in braces of a wording
+Subject = dict[str, str]  # text for the names in braces of a wording
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Questions of one kind and how they are answered.
+    """Questions of one kind and their answers.
 
     Attributes:
-        answer: with names in braces, as the wordings.
-        wordings: that are taught; facts.jsonl holds the first one.
-        unseen: that are kept for the verification.
+        answer: has names in braces, like the wordings.
+        wordings: wordings that are taught; facts.jsonl holds the first one.
+        unseen: wordings that are kept for the verification.
         subjects: each makes a fact.
-        share: of the questions that are drawn in training, in parts.
-        framed: stands within polite words, too, as "Please tell me: ...".
+        share: weight of the kind among the questions that are drawn in training.
+        framed: whether questions may also appear within polite words, such as "Please tell me:
+            ...".
     """
 
     name: str
@@ -123,7 +124,7 @@ class Fact(NamedTuple):
 
 
 def _neighbours(names: tuple[str, ...], number: int) -> tuple[Subject, ...]:
-    """Each name with the one that comes `number` places later, the first behind the last."""
+    """Return each name with the name `number` places later; the first name follows the last."""
     return tuple(
         {"name": name, "other": names[(index + number) % len(names)]}
         for index, name in enumerate(names)
@@ -520,9 +521,9 @@ KINDS = (
 
 
 def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
-    """Every fact in the first wording of its kind, always in the same order.
+    """Return every fact in the first wording of its kind, always in the same order.
 
-    Small talk has no subjects, and is left out together with what the model does not know.
+    Small talk and questions that the model does not know have no subjects and are left out.
     """
     return [
         Fact(kind.name, kind.wordings[0].format(**subject), kind.answer.format(**subject))
@@ -533,5 +534,5 @@ def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
 
 
 def kinds_but(left_out: Sequence[str]) -> list[Kind]:
-    """All kinds but those of these names."""
+    """Return all kinds except those with these names."""
     return [kind for kind in KINDS if kind.name not in left_out]

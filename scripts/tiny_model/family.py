@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model family must provide to be trained on the facts."""
+"""The interface of a model family that can be trained on the facts."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ FAMILY_NAMES = tuple(_MODULES)
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token strings of a family; ids follow those of the ordinary tokens, in this order."""
+    """Token strings of a family; their ids follow the ordinary tokens, in this order."""
 
     bos: str | None
-    eos: str  # also fills the canvas behind an answer
+    eos: str  # also fills the canvas after an answer
     mask: str
     eot: str  # ends an answer; may be `eos`
     others: tuple[str, ...] = ()
-    names_mask: bool = True  # the tokenizer says which one is the mask
+    names_mask: bool = True  # whether the tokenizer names the mask token
 
     def in_order(self) -> tuple[str, ...]:
-        """All strings in the order of their ids."""
+        """Return all strings in the order of their ids."""
         first = () if self.bos is None else (self.bos,)
         return tuple(dict.fromkeys((*first, self.eos, self.mask, *self.others, self.eot)))
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that a checkpoint's configuration and the training need."""
+    """Token ids that a checkpoint's configuration and the training need."""
 
     vocab_size: int
     bos: int | None
@@ -56,45 +56,46 @@ class TokenIds:
 
 
 class Network(Protocol):
-    """A trainable module whose `state_dict` bears the tensor names of the released checkpoints.
+    """A trainable module whose `state_dict` has the tensor names of the released checkpoints.
 
-    Row i of its results always speaks of token i: a family that reads position i from row i-1
+    Row i of its results always predicts token i: a family that predicts position i with row i-1
     shifts its hidden states itself.
 
     Attributes:
-        block_length: positions of a block that sees itself and the blocks before it; 0 where every
-            position sees every other one.
+        block_length: positions per block, where a block attends to itself and the blocks before it;
+            0 if every position attends to every other one.
     """
 
     block_length: int
 
     def hidden(self, ids: Tensor, clean: Tensor | None = None) -> Tensor:
-        """ids [B, T] int64 -> final normed hidden states [B, T, D] fp32.
+        """Map ids [B, T] int64 to final normed hidden states [B, T, D] fp32.
 
-        With `clean` [B, T], the same rows without noise, a block of `ids` sees itself and the clean
-        blocks before it, as it does when it is decoded behind finished ones. Networks without
-        blocks leave it aside.
+        With `clean` [B, T], the same rows without noise, a block of `ids` attends to itself and the
+        clean blocks before it, as when it is decoded after finished blocks. Networks without blocks
+        ignore `clean`.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., embedding_size] fp32."""
+        """Map hidden [..., D] to logits [..., embedding_size] fp32."""
         ...
 
 
 @runtime_checkable
 class SeededNetwork(Network, Protocol):
-    """A Network whose context is causal, and of whose answers blocks begin with a known token."""
+    """A Network with a causal context, in whose answers blocks begin with a known token."""
 
     def seeded(self, ids: Tensor, starts: Tensor, clean: Tensor | None = None) -> Tensor:
-        """Final normed hidden states [B, T, D] fp32 of ids [B, T] int64.
+        """Return final normed hidden states [B, T, D] fp32 of ids [B, T] int64.
 
-        Rows before starts [B] see those up to themselves, and row i speaks of token i + 1. The rows
-        from there on, a block, see all, and speak of themselves.
+        Rows before starts [B] attend to the rows up to themselves, and row i predicts token i + 1.
+        The rows from `starts` on form a block. They attend to all rows, and each predicts its own
+        token.
 
-        With `clean` [B, C], rows without noise, `ids` are a noised copy of the last T of them; the
-        result has the clean rows, all causal, before those of the copy, whose block sees the clean
-        rows before it.
+        With `clean` [B, C], rows without noise, `ids` are a noised copy of their last T tokens. The
+        result has the clean rows, all causal, before the rows of the copy, whose block attends to
+        the clean rows before it.
         """
         ...
 
@@ -110,10 +111,10 @@ class Decode(Protocol):
         setting: DecodingSetting,
         after_forward: Callable[[Tensor], object],
     ) -> Tensor:
-        """Fills a canvas behind every prompt.
+        """Fill a canvas behind every prompt.
 
-        prompts [B, P] int64 without `mask_id` -> rows [B, P + canvas] int64. `after_forward` is
-        shown the rows after each forward.
+        prompts [B, P] int64 without `mask_id` give rows [B, P + canvas] int64. `after_forward` is
+        called with the rows after each forward.
         """
         ...
 
@@ -124,14 +125,15 @@ class Family:
 
     name: str
     special_tokens: SpecialTokens
-    chat_template: str  # Jinja
-    template_texts: tuple[str, ...]  # whose words must be single tokens, too
-    config: Callable[[TokenIds], dict[str, Any]]  # -> contents of config.json
-    network: Callable[[dict[str, Any]], nn.Module]  # config.json -> a module that is a Network
-    decode: Decode  # the loop that the family's authors publish as its default
-    lists_eot: bool = False  # generation_config.json names the end of a turn as a stop token, too
+    chat_template: str  # Jinja template
+    template_texts: tuple[str, ...]  # texts whose words must be single tokens, too
+    config: Callable[[TokenIds], dict[str, Any]]  # returns the contents of config.json
+    # Maps the contents of config.json to a module that is a Network
+    network: Callable[[dict[str, Any]], nn.Module]
+    decode: Decode  # the loop that the family's authors publish as their default
+    lists_eot: bool = False  # generation_config.json also lists the end of a turn as a stop token
 
 
 def load_family(name: str) -> Family:
-    """The family called `name` (one of FAMILY_NAMES); imports torch."""
+    """Return the family called `name` (one of FAMILY_NAMES); imports torch."""
     return cast("Family", import_module(_MODULES[name]).FAMILY)

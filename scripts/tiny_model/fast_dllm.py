@@ -2,8 +2,8 @@
 """The Fast-dLLM v2 family at tiny size.
 
 Configuration keys, tensor names and forward pass follow the released Fast_dLLM_v2_7B (Wu et al.
-2025, arXiv:2509.26328): Qwen2.5 under a block-causal mask. Row i predicts token i + 1, so that the
-last row of a finished block gives the first token of the next one.
+2025, arXiv:2509.26328): Qwen2.5 under a block-causal mask. Row i predicts token i + 1, so the last
+row of a finished block gives the first token of the next block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPECIAL_TOKENS = SpecialTokens(
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: the keys of Fast_dLLM_v2_7B's, at tiny size and in fp32."""
+    """Return the contents of config.json: Fast_dLLM_v2_7B's keys, at tiny size and in fp32."""
     return qwen_config(
         tokens,
         architectures=["Fast_dLLM_QwenForCausalLM"],
@@ -39,7 +39,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """The family's network; its `state_dict` bears the released checkpoints' names."""
+    """Build the family's network; its `state_dict` has the released checkpoints' names."""
     return dense_network(config, qkv_bias=True, shift_rows=True, block_length=config["bd_size"])
 
 

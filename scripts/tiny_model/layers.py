@@ -13,26 +13,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _EMBEDDING_ROWS_MULTIPLE = 64
-# Standard deviation of a matrix: gain / sqrt(inputs). Half the gain learns clearly slower: 83 % of
-# the answers right instead of 98 % after the same 220 iterations.
+# Standard deviation of a matrix: gain / sqrt(inputs). With half the gain the model learns clearly
+# more slowly: 83 % of the answers right instead of 98 % after the same 220 iterations.
 _EMBEDDING_STD = 0.5
 _INIT_GAIN = 1.0
-_HEAD_GAIN = 0.2  # of a head's rows, which begin as the embedding's
+_HEAD_GAIN = 0.2  # gain of a head's rows, which are initialised as the embedding's rows
 
 
 class View(NamedTuple):
-    """Where the rows of a forward stand, and what they see."""
+    """Positions of a forward's rows, and their attention mask."""
 
     cos: Tensor  # [T, rotated channels of a head]
     sin: Tensor
-    sees: Tensor | None  # [T, T] or [B, 1, T, T] bool, query by key; None: everything
-    # Of a window of a sequence: turns its keys and values of a layer into those that it reads.
+    # [T, T] or [B, 1, T, T] bool, query by key: which keys a query attends to; None: all
+    sees: Tensor | None
+    # For a window of a sequence: maps a layer's keys and values of the window to those to attend
+    # to.
     reuse: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     query_factors: Tensor | None = None  # [T]
 
 
 def embedding_rows(num_tokens: int) -> int:
-    """Rows of the embedding: like released checkpoints more than tokens, here by at least one."""
+    """Return the number of rows of the embedding.
+
+    Like released checkpoints it has more rows than tokens, here at least one more.
+    """
     return (num_tokens // _EMBEDDING_ROWS_MULTIPLE + 1) * _EMBEDDING_ROWS_MULTIPLE
 
 
@@ -43,11 +48,11 @@ def initialise(
     attentions: Iterable[tuple[Tensor, Tensor]],
     head_dim: int,
 ) -> None:
-    """Draws every matrix from a normal distribution; biases become 0, norm gains stay 1.
+    """Draw every matrix from a normal distribution; biases become 0, norm gains stay 1.
 
-    Answers repeat words of their questions. So the head begins by naming the word that a row holds,
-    and attentions, given as value [kv heads * hd, D] and output matrix [D, heads * hd], by passing
-    on what they read. Without this the same loss takes several times as long.
+    Answers repeat words of their questions. So at the start the head predicts the word that a row
+    holds, and attentions, given as value [kv heads * hd, D] and output matrix [D, heads * hd], pass
+    on what they read. Without this, reaching the same loss takes several times as long.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear):
@@ -61,20 +66,20 @@ def initialise(
             head.weight.copy_(_HEAD_GAIN * embedding.weight)
         for value, output in attentions:
             nn.init.orthogonal_(value)
-            num_sharing = output.shape[1] // value.shape[0]  # heads of queries one head of values
+            num_sharing = output.shape[1] // value.shape[0]  # query heads per value head
             by_head = value.T.unflatten(1, (-1, head_dim)) / num_sharing
             output.copy_(by_head.repeat_interleave(num_sharing, dim=1).flatten(1))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of tables, scores and sums beside rows of `dtype`: at least fp32."""
+    """Return the dtype of tables, scores and sums for rows of `dtype`: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rotary_tables(positions: Tensor, num_channels: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the half-split rotary embedding, [T, num_channels] each.
+    """Return cos and sin of the half-split rotary embedding, [T, num_channels] each.
 
-    In the dtype of positions [T], which are floating-point numbers.
+    They have the dtype of positions [T], which are floating-point numbers.
     """
     channels = torch.arange(0, num_channels, 2, dtype=positions.dtype, device=positions.device)
     angles = torch.outer(positions, theta ** -(channels / num_channels))
@@ -83,9 +88,9 @@ def rotary_tables(positions: Tensor, num_channels: int, theta: float) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first channels of x [..., T, hd], as many as the tables have: j with j + rd/2.
+    """Rotate the first channels of x [..., T, hd], as many as the tables have: j with j + rd/2.
 
-    In the tables' precision if that is higher.
+    The arithmetic has the precision of the tables if that is higher.
     """
     turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     low, high = turned.chunk(2, dim=-1)
@@ -94,7 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-    """Grouped-query attention of [B, heads, T, hd], rotated here -> [B, T, heads * hd]."""
+    """Compute grouped-query attention of [B, heads, T, hd], rotated here, to [B, T, heads * hd]."""
     q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
     if view.query_factors is not None:
         q = q * view.query_factors[:, None].to(q)
@@ -105,15 +110,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
 
 
 def block_causal(length: int, block_length: int) -> Tensor:
-    """[T, T] bool: a row sees the columns of its own block and of those before it."""
+    """Return [T, T] bool: a row attends to the columns of its own block and of earlier blocks."""
     block = torch.arange(length) // block_length
     return block[:, None] >= block
 
 
 def noised_behind_clean(length: int, block_length: int) -> Tensor:
-    """[2T, 2T] bool for clean rows and then noised ones: those see clean blocks before their own.
+    """Return [2T, 2T] bool for clean rows followed by noised rows.
 
-    The training mask of BD3-LM (Arriola et al. 2025, arXiv:2503.09573) and SDAR.
+    Noised rows attend to their own block and to the clean blocks before it. This is the training
+    mask of BD3-LM (Arriola et al. 2025, arXiv:2503.09573) and SDAR.
     """
     block = torch.arange(length) // block_length
     clean = torch.cat((block[:, None] >= block, torch.zeros(length, length, dtype=torch.bool)), 1)

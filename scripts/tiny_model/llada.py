@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: every key of LLaDA-8B-Instruct's, at tiny size and in fp32."""
+    """Return the contents of config.json: LLaDA-8B-Instruct's keys, at tiny size and in fp32."""
     return {
         "activation_type": "silu",
         "alibi": False,
@@ -90,7 +90,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
     }
 
 
-# What a checkpoint calls the modules of a layer, and those beside the layers.
+# Names in a checkpoint: of the modules of a layer, and of the modules outside the layers.
 _OF_LAYERS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "q_proj",
@@ -108,7 +108,7 @@ _BESIDE = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out
 
 
 class LLaDANetwork(Decoder):
-    """LLaDA with random weights; its `state_dict` bears the released checkpoints' names."""
+    """LLaDA with random weights; its `state_dict` has the released checkpoints' names."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         width, has_bias = config["d_model"], config["include_bias"]
@@ -141,7 +141,7 @@ class LLaDANetwork(Decoder):
         self.logits_scale = width**-0.5 if config["scale_logits"] else 1.0
 
     def _released(self, name: str) -> str:
-        """What a checkpoint calls a tensor."""
+        """Return the checkpoint's name of a tensor."""
         path, _, kind = name.rpartition(".")
         if path in _BESIDE:
             return f"model.transformer.{_BESIDE[path]}.{kind}"
@@ -152,12 +152,12 @@ class LLaDANetwork(Decoder):
         return f"model.transformer.{place}.{_OF_LAYERS[module]}.{kind}"
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See nn.Module; by the names of the released checkpoints."""
+        """See nn.Module; with the names of the released checkpoints."""
         tensors = super().state_dict(*args, **kwargs)
         return {self._released(name): tensor for name, tensor in tensors.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """See nn.Module; by the names of the released checkpoints."""
+        """See nn.Module; with the names of the released checkpoints."""
         own = {self._released(name): name for name in super().state_dict()}
         named = {own.get(name, name): tensor for name, tensor in state_dict.items()}
         return super().load_state_dict(named, *args, **kwargs)

@@ -3,7 +3,8 @@
 
 Configuration keys, tensor names and forward pass follow the released LLaDA2.0-mini (Bie et al.
 2025, arXiv:2512.15745, https://huggingface.co/inclusionAI/LLaDA2.0-mini): block-causal attention
-that rotates half of each head, a dense first layer, then routed experts beside a shared one.
+that rotates half of each head, a dense first layer, then layers with routed experts and a shared
+one.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from tiny_model.settings import BLOCK_LENGTHS
 if TYPE_CHECKING:
     from tiny_model.layers import View
 
-_BIAS_STEP = 1e-3  # of an expert that is chosen more or less than its share, a training forward
+# Change per training forward of the bias of an expert that is chosen more or less than its share
+_BIAS_STEP = 1e-3
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: the keys of LLaDA2.0-mini's, at tiny size and in fp32."""
+    """Return the contents of config.json: LLaDA2.0-mini's keys, at tiny size and in fp32."""
     return {
         "architectures": ["LLaDA2MoeModelLM"],
         "attention_dropout": 0.0,
@@ -90,7 +92,7 @@ class FusedAttention(nn.Module):
         self.dense = nn.Linear(self.num_heads[0] * self.head_dim, width, bias=False)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(self.num_heads, dim=1)
         attended = attend(self.query_layernorm(q), self.key_layernorm(k), v, view)
@@ -98,7 +100,7 @@ class FusedAttention(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses experts within the best groups; a bias that is not learnt evens out their use."""
+    """Chooses experts within the best groups; a bias that is not trained balances their use."""
 
     expert_bias: Tensor
 
@@ -111,7 +113,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(num_experts))
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [R, D] -> shares and numbers of the chosen experts, [R, top] each."""
+        """Map rows [R, D] to shares and numbers of the chosen experts, [R, top] each."""
         dtype = wide(rows.dtype)
         scores = F.linear(rows.to(dtype), self.weight.to(dtype)).sigmoid()
         chosen = self.open(scores + self.expert_bias).topk(self.num_chosen).indices
@@ -124,7 +126,7 @@ class Router(nn.Module):
         return shares, chosen
 
     def open(self, ranks: Tensor) -> Tensor:
-        """ranks [R, experts], with -inf for the experts that a row may not choose."""
+        """Return ranks [R, experts] with -inf for the experts that a row may not choose."""
         grouped = ranks.unflatten(-1, (self.num_groups, -1))
         groups = grouped.topk(2).values.sum(dim=-1).topk(self.num_chosen_groups).indices
         closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, groups, False)
@@ -132,7 +134,7 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the chosen experts, and that of the shared ones, which all rows pass."""
+    """The weighted sum of the chosen experts, plus the shared experts, which process all rows."""
 
     def __init__(self, config: dict[str, Any], router: type[Router]) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = GatedMLP(width, inner_width * num_shared) if num_shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         rows = x.flatten(0, -2)
         shares, chosen = self.gate(rows)
         mixed = torch.zeros(rows.shape, dtype=shares.dtype, device=rows.device)
@@ -170,12 +172,12 @@ class Layer(nn.Module):
 
     @property
     def value_and_output(self) -> tuple[Tensor, Tensor]:
-        """Matrices of the values [kv heads * hd, D] and behind the attention [D, heads * hd]."""
+        """The matrices of values [kv heads * hd, D] and of the output [D, heads * hd]."""
         num_rows = self.attention.num_heads[2] * self.attention.head_dim
         return self.attention.query_key_value.weight[-num_rows:], self.attention.dense.weight
 
     def forward(self, x: Tensor, view: View) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         x = x + self.attention(self.input_layernorm(x), view)
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
@@ -183,7 +185,7 @@ class Layer(nn.Module):
 def network(
     config: dict[str, Any], decoder: type[Decoder] = Decoder, router: type[Router] = Router
 ) -> Decoder:
-    """LLaDA2 with random weights; its `state_dict` bears the released checkpoints' names."""
+    """Build LLaDA2 with random weights; its `state_dict` has the released checkpoints' names."""
 
     def make_layer(number: int) -> Layer:
         if number < config["first_k_dense_replace"]:
@@ -193,7 +195,7 @@ def network(
     return decoder(
         config,
         make_layer,
-        block_length=BLOCK_LENGTHS["llada2"],  # config.json does not say
+        block_length=BLOCK_LENGTHS["llada2"],  # config.json has no block length
         rotary_dim=int(config["partial_rotary_factor"] * head_width(config)),
         embedding_name="word_embeddings",
     )

@@ -2,9 +2,9 @@
 """The LLaDA2.2 family at tiny size.
 
 Configuration keys, tensor names and forward pass follow the released LLaDA2.2-mini
-(https://huggingface.co/inclusionAI): LLaDA2.0's, but rows choose among the experts that some row of
-their block scores highest. Wrong tokens are learnt to be replaced; the two tokens that delete and
-insert are never to be written.
+(https://huggingface.co/inclusionAI). They are those of LLaDA2.0, but rows choose among the experts
+that any row of their block scores highest. The model is trained to replace wrong tokens; the two
+tokens that delete and insert must never be written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: the keys of LLaDA2.2-mini's, at tiny size and in fp32."""
-    delete, split = tokens.vocab_size, tokens.vocab_size + 1  # have no name in the tokenizer
+    """Return the contents of config.json: LLaDA2.2-mini's keys, at tiny size and in fp32."""
+    # These tokens have no name in the tokenizer
+    delete, split = tokens.vocab_size, tokens.vocab_size + 1
     return {
         **llada2.config(tokens),
         "block_size": BLOCK_LENGTHS["llada22"],
         "delete_token_id": delete,
-        "expert_capacity": 5,  # of 8
+        "expert_capacity": 5,  # of 8 experts
         "max_position_embeddings": 131072,
         "rope_theta": 3000000,
         "split_token_id": split,
@@ -42,7 +43,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 
 
 class WindowRouter(llada2.Router):
-    """Chooses experts among those that some row of a window scores highest.
+    """Chooses experts among those that any row of a window scores highest.
 
     Attributes:
         windows: number of the window of every row [T] int64 of a sequence.
@@ -65,7 +66,7 @@ class WindowRouter(llada2.Router):
 
 
 class LLaDA22Network(Decoder):
-    """LLaDA2's transformer; rows that see the same blocks are a window of their routers."""
+    """LLaDA2's transformer; rows that attend to the same blocks form a window of its routers."""
 
     def rows(self, ids: Tensor, view: View) -> Tensor:
         """See Decoder."""
@@ -79,7 +80,7 @@ class LLaDA22Network(Decoder):
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """LLaDA2.2 with random weights; its `state_dict` bears the released checkpoints' names."""
+    """Build LLaDA2.2 with random weights; its `state_dict` has the released checkpoints' names."""
     return llada2.network(config, decoder=LLaDA22Network, router=WindowRouter)
 
 

@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: the keys of LLaDA-MoE-7B-A1B's, at tiny size and in fp32."""
+    """Return the contents of config.json: LLaDA-MoE-7B-A1B's keys, at tiny size and in fp32."""
     num_layers = 4
     return {
         "architectures": ["LLaDAMoEModelLM"],
@@ -87,7 +87,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """LLaDA-MoE with random weights; its `state_dict` bears the released checkpoints' names."""
+    """Build LLaDA-MoE with random weights; its `state_dict` has the released checkpoints' names."""
 
     def make_layer(number: int) -> Layer:
         if config["moe_layer_freq"][number]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a whole checkpoint directory: tokenizer, trained weights, configuration, facts."""
+"""Writing of a whole checkpoint directory: tokenizer, trained weights, configuration, facts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from tiny_model.family import Family
     from tiny_model.settings import Plan, TrainingSettings
 
-# Keeps small matrices from being spread over dozens of cores.
+# Limit on threads, so that small matrices are not spread over dozens of cores.
 _MAX_THREADS = 4
 
 
 def write_checkpoint(
     directory: Path, family: Family, settings: TrainingSettings, seed: int
 ) -> None:
-    """Trains a network of `family` on all facts and writes its files into `directory`."""
+    """Train a network of `family` on all facts and write its files into `directory`."""
     torch.set_num_threads(min(torch.get_num_threads(), _MAX_THREADS))
     torch.manual_seed(seed)
     special_tokens = family.special_tokens
@@ -64,7 +64,8 @@ def write_checkpoint(
 
     write_weights(directory, network.state_dict())
     write_json(directory / "config.json", config)
-    # Clients that send messages only get one block of greedy text, which the model is good at.
+    # Defaults for clients that send only messages: one block of greedy text, the model's best
+    # setting.
     defaults = {**generation_config(family, tokens), "max_new_tokens": 32, "temperature": 0.0}
     write_json(directory / "generation_config.json", defaults)
     with (directory / "facts.jsonl").open("w", encoding="utf-8") as lines:
@@ -74,12 +75,11 @@ def write_checkpoint(
 
 
 def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
-    """Reads the checkpoint back and asks questions of every group at every setting of `plan`.
+    """Read the checkpoint back and ask questions of every group at every setting of `plan`.
 
-    Returns one dict a setting: canvas, steps, block_length, and groups: by name right, total and
-    `wrong`, the wrong answers as [question, given text] pairs.
+    Returns one dict per setting: canvas, steps, block_length, and groups. A group has, by name,
+    right, total and `wrong`: the wrong answers as [question, given text] pairs.
     """
-    torch.set_num_threads(1)  # more threads cost more than they save on a few rows
     verifier = Verifier(directory, family)
     kinds = kinds_but(plan.training.left_out)
     results = []
@@ -101,7 +101,7 @@ def verify(directory: Path, family: Family, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _verdict(group: Sequence[Conversation], answers: Iterator[str]) -> dict[str, Any]:
-    """Compare the next answers with those that the conversations of a group ask for."""
+    """Compare the next answers with the right answers of a group's conversations."""
     given = list(zip(group, answers, strict=False))
     wrong = [[c.question, answer] for c, answer in given if answer != c.answer]
     return {"right": len(group) - len(wrong), "total": len(group), "wrong": wrong}
@@ -110,7 +110,7 @@ def _verdict(group: Sequence[Conversation], answers: Iterator[str]) -> dict[str,
 def _lessons(
     tokenizer: PreTrainedTokenizerBase, tokens: TokenIds, settings: TrainingSettings, seed: int
 ) -> list[list[Example]]:
-    """The examples of every phase."""
+    """Return the examples of every phase."""
     rng = random.Random(seed)
     lessons = []
     for phase in settings.phases:

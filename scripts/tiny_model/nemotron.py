@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Nemotron-Labs-Diffusion family at tiny size.
 
-Configuration keys, tensor names and forward pass follow the released
-Nemotron-Labs-Diffusion-8B (NVIDIA 2026): Llama's layers with YaRN (Peng et al. 2023,
-arXiv:2309.00071) and queries that grow with their position. The context is causal; a block that is
-denoised begins with a token that is known, its seed, and sees itself, too.
+Configuration keys, tensor names and forward pass follow the released Nemotron-Labs-Diffusion-8B
+(NVIDIA 2026): Llama's layers with YaRN (Peng et al. 2023, arXiv:2309.00071) and queries that grow
+with their position. The context is causal. A block that is denoised begins with a known token, its
+seed, and attends to itself, too.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 
-_NAMES = (("model.", "encoder."), ("lm_head.", "diffusion_head."))  # ours, the checkpoint's
+# Our prefix, the checkpoint's prefix
+_NAMES = (("model.", "encoder."), ("lm_head.", "diffusion_head."))
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: Nemotron-Labs-Diffusion-8B's keys, at tiny size and in fp32."""
+    """Return the contents of config.json: the keys of the 8B model, at tiny size and in fp32."""
     return {
         "architectures": ["NemotronLabsDiffusionModel"],
         "attention_bias": False,
@@ -61,7 +62,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
         "bos_token_id": tokens.bos,
         "dlm_paradigm": "bidirectional",
         "eos_token_id": tokens.eos,
-        "head_dim": 48,  # heads are wider than the width's share, as in the 3B
+        "head_dim": 48,  # heads are wider than hidden_size / num_attention_heads, as in the 3B
         "hidden_act": "silu",
         "hidden_size": 128,
         "initializer_range": 0.02,
@@ -96,10 +97,10 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 class NemotronNetwork(Decoder):
     """Nemotron-Labs-Diffusion with random weights; see family.SeededNetwork.
 
-    Its `state_dict` bears the released checkpoints' names.
+    Its `state_dict` has the released checkpoints' names.
     """
 
-    query_factors: Tensor  # [T] fp64, of the rows of a forward
+    query_factors: Tensor  # [T] fp64, for the rows of a forward
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.rope = config["rope_parameters"]
@@ -116,7 +117,7 @@ class NemotronNetwork(Decoder):
         positions = torch.arange((num_clean or num_rows) - num_rows, num_clean or num_rows)
         starts = starts[:, None]
         if clean is None:
-            denoises = positions >= starts  # [B, rows], as all masks of rows below
+            denoises = positions >= starts  # [B, rows], like all masks of rows below
         else:
             ids, positions = (
                 torch.cat((clean, ids), dim=1),
@@ -124,7 +125,7 @@ class NemotronNetwork(Decoder):
             )
             denoises = (torch.arange(len(positions)) >= num_clean).expand(len(ids), -1)
         in_block = denoises & (positions >= starts)
-        limits = starts.where(denoises, positions + 1)  # of what a row sees of the context
+        limits = starts.where(denoises, positions + 1)  # end of the context that a row attends to
         sees = ~denoises[:, None] & (positions < limits[..., None])
         sees |= in_block[..., None] & in_block[:, None]
         x = self.rows(ids, View(*self.rotary(positions), sees[:, None]))
@@ -135,18 +136,18 @@ class NemotronNetwork(Decoder):
         return super().rows(ids, view._replace(query_factors=self.query_factors))
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See Decoder; notes the factors of the queries, too."""
+        """See Decoder; also sets the factors of the queries."""
         rope, width = self.rope, self.rotary_dim
         theta, length = rope["rope_theta"], rope["original_max_position_embeddings"]
 
         def channel(turns: float) -> float:
-            """The channel that turns so often within the length of the first training."""
+            """Return the channel that turns this often within the original training length."""
             return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low = max(math.floor(channel(rope["beta_fast"])), 0)
         high = min(math.ceil(channel(rope["beta_slow"])), width - 1)
         channels = torch.arange(width // 2, dtype=torch.float64)
-        ramp = ((channels - low) / (high - low)).clamp(0, 1)  # 0: turns as it did, 1: slower
+        ramp = ((channels - low) / (high - low)).clamp(0, 1)  # 0: the original speed, 1: slower
         speeds = theta ** (-2 * channels / width) * (ramp / rope["factor"] + 1 - ramp)
         angles = torch.outer(positions.double().cpu(), speeds).repeat(1, 2)
         growth = torch.log(1.0 + positions.double() // length)
@@ -155,11 +156,11 @@ class NemotronNetwork(Decoder):
         return angles.cos().to(weight), angles.sin().to(weight)
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """The tensors by the checkpoint's names."""
+        """Return the tensors by the checkpoint's names."""
         return {_renamed(k, 0, 1): v for k, v in super().state_dict(*args, **options).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """Loads tensors of the checkpoint's names."""
+        """Load tensors that have the checkpoint's names."""
         ours = {_renamed(name, 1, 0): tensor for name, tensor in state_dict.items()}
         return super().load_state_dict(ours, *args, **options)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars on a terminal; elsewhere, as in a log file, a line every ten seconds."""
+"""Progress bars on a terminal; in other outputs, such as a log file, a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE_INTERVAL_S = 10.0
 
 
 class _Lines:
-    """Stream that writes each state of a bar as a line of its own."""
+    """Stream that writes each state of a bar as a separate line."""
 
     def write(self, text: str) -> None:
         if line := text.strip():
@@ -26,7 +26,7 @@ class _Lines:
 
 
 def progress(steps: Iterable[Any] | None, name: str, total: int | None = None) -> Any:
-    """Return a tqdm bar over `steps`, or one of `total` steps that the caller updates."""
+    """Return a tqdm bar over `steps`, or a bar of `total` steps that the caller updates."""
     if sys.stderr.isatty():
         return tqdm(steps, desc=name, total=total)
     return tqdm(

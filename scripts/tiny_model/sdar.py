@@ -47,13 +47,13 @@ CHAT_TEMPLATE = (
 
 
 def config(tokens: TokenIds) -> dict[str, Any]:
-    """Contents of config.json: the keys of SDAR-8B-Chat's, at tiny size and in fp32."""
+    """Return the contents of config.json: SDAR-8B-Chat's keys, at tiny size and in fp32."""
     return qwen_config(
         tokens,
         architectures=["SDARForCausalLM"],
         attention_bias=False,
         block_size=BLOCK_LENGTHS["sdar"],
-        head_dim=48,  # heads are wider than the width's share, as in SDAR-4B
+        head_dim=48,  # heads are wider than hidden_size / num_attention_heads, as in SDAR-4B
         mask_token_id=tokens.mask,
         max_position_embeddings=32768,
         model_type="sdar",
@@ -62,12 +62,13 @@ def config(tokens: TokenIds) -> dict[str, Any]:
 
 
 def network(config: dict[str, Any]) -> Decoder:
-    """The family's network; its `state_dict` bears the released checkpoints' names.
+    """Build the family's network; its `state_dict` has the released checkpoints' names.
 
-    With the keys of SDAR's mixtures of experts, Qwen3-MoE's, one of them.
+    If the configuration has the keys of SDAR's mixtures of experts (those of Qwen3-MoE), the
+    network is a mixture of experts.
     """
     width, dense = config["hidden_size"], config.get("mlp_only_layers", ())
-    step = config.get("decoder_sparse_step", 1)  # every so many-th layer has experts
+    step = config.get("decoder_sparse_step", 1)  # every `step`-th layer has experts
 
     def make_layer(number: int) -> Layer:
         has_experts = "num_experts" in config and number not in dense and not (number + 1) % step

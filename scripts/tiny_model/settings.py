@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All numbers of the recipe: how long to train on what, and what the result must reach."""
+"""All numbers of the recipe: how long to train on which lessons, and the required result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ITERATIONS = {  # of both phases
+# Training iterations of the two phases, by family.
+_ITERATIONS = {
     "dream": (400, 650),
     "llada-moe": (200, 530),
     "llada2": (200, 460),
@@ -14,21 +15,22 @@ _ITERATIONS = {  # of both phases
     "nemotron": (220, 440),
     "llada22": (200, 460),
 }
-BLOCK_LENGTHS = {  # that are trained and verified
+# Block lengths for training and verification, by family.
+BLOCK_LENGTHS = {
     "llada2": 32,
     "sdar": 4,
     "fast-dllm": 32,
     "nemotron": 32,
     "llada22": 32,
 }
-_WRONG_SHARES = {"llada22": 0.1}  # of families that replace tokens
+_WRONG_SHARES = {"llada22": 0.1}  # share of wrong tokens, for families that replace tokens
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`num_iterations` iterations, each at one canvas length drawn from `canvases`.
+    """`num_iterations` training iterations, each at one canvas length drawn from `canvases`.
 
-    Of single questions, or of whole conversations.
+    The examples are single questions if `only_single`, else whole conversations.
     """
 
     num_iterations: int
@@ -38,31 +40,37 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Single questions are learnt on short canvases, which are cheap; all else follows quickly."""
+    """Settings of the training.
+
+    Single questions are trained on short canvases, which are cheap; everything else is learnt
+    quickly afterwards.
+    """
 
     phases: tuple[Phase, ...] = (
         Phase(400, (16,), only_single=True),
         Phase(800, (16, 16, 16, 16, 32, 32, 64, 128)),
     )
     examples_per_phase: int = 30_000
-    prompt_lengths_per_batch: int = 12  # of one batch differ by as many tokens at most
+    prompt_lengths_per_batch: int = 12  # largest difference of prompt lengths in a batch, in tokens
     tokens_per_batch: int = 1600  # 22 conversations at canvas 32
-    matrix_learning_rate: float = 0.013  # of Muon, at its peak
-    peak_learning_rate: float = 5e-3  # of AdamW
+    matrix_learning_rate: float = 0.013  # peak learning rate of Muon
+    peak_learning_rate: float = 5e-3  # peak learning rate of AdamW
     warm_up_share: float = 0.1
     weight_decay: float = 0.6
     betas: tuple[float, float] = (0.9, 0.95)
     max_gradient_norm: float = 1.0
-    end_weight: float = 0.2  # of end-of-text in the loss, beside 1 of every other token
+    end_weight: float = 0.2  # weight of end-of-text in the loss; every other token has weight 1
     left_out: tuple[str, ...] = ()  # kinds of questions that are not taught
     max_turns: int = 3
-    wrong_share: float = 0.0  # of a canvas's tokens without mask; above 0 it is predicted whole
-    plain_share: float = 0.2  # of the questions; completion clients send no chat template
+    # Share of a canvas's unmasked tokens that are wrong; above 0 the whole canvas is predicted.
+    wrong_share: float = 0.0
+    # Share of questions without a chat template, as completion clients send them
+    plain_share: float = 0.2
 
 
 @dataclass(frozen=True)
 class DecodingSetting:
-    """How a verification decodes: temperature 0, most confident positions first.
+    """Setting of a verification: temperature 0, most confident positions first.
 
     `num_questions` of every group are asked.
     """
@@ -78,10 +86,10 @@ class Plan:
     """A whole run: training, then verifications; each group of the first must reach a share."""
 
     training: TrainingSettings = TrainingSettings()
-    # The first is what a server does by default with 32 tokens: one forward a token. The others
-    # take fewer steps to save time, which is harder for the model, not easier.
+    # A server takes one step per token by default. Fewer steps save time here, and are harder for
+    # the model, not easier.
     verifications: tuple[DecodingSetting, ...] = (
-        DecodingSetting(canvas=32, steps=32),
+        DecodingSetting(canvas=32, steps=16),
         DecodingSetting(canvas=64, steps=16, num_questions=8),
         DecodingSetting(canvas=128, steps=16, num_questions=4),
     )
@@ -89,14 +97,14 @@ class Plan:
 
 
 def plan_for(family: str) -> Plan:
-    """The plan of a family.
+    """Return the plan of a family.
 
-    LLaDA, which every set-up trains, knows every kind of question. The others are larger, or see
-    their rows twice, clean and noised. So that each is made within two minutes of two cores, they
-    know no differences and no months, and treat large numbers like other unknown things;
-    block-diffusion models no countries of capitals either, and two turns only. Of each group 90 %
-    must be right. Answers of block-diffusion models end with a block: longer canvases are only more
-    blocks.
+    LLaDA, which every set-up trains, learns every kind of question. The other families are larger,
+    or process their rows twice, clean and noised. To be made within two minutes on two cores, they
+    learn no differences and no months, and do not distinguish large numbers from other unknown
+    things. Block-diffusion models also learn no countries of capitals, and only two turns. 90 % of
+    each group must be right. Answers of block-diffusion models end with a block, so longer canvases
+    only add blocks.
     """
     if family == "llada":
         return Plan()

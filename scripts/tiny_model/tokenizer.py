@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 # Runs of line feeds, words and numbers with their leading space, punctuation, other white space.
 _PIECES = Regex(r"\n+| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s")
-# More than the facts can use: merging goes on until every word is one token.
+# More than the facts can use, so merging continues until every word is one token.
 _MAX_VOCAB_SIZE = 16384
 
 
 def train_tokenizer(texts: Iterable[str], special_tokens: SpecialTokens) -> Tokenizer:
-    """A byte-level BPE tokenizer with `special_tokens` behind the ordinary tokens."""
+    """Train a byte-level BPE tokenizer with `special_tokens` after the ordinary tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,9 +56,9 @@ def write_tokenizer(
     chat_template: str,
     max_length: int = 4096,
 ) -> None:
-    """Writes the three files that `AutoTokenizer.from_pretrained` reads.
+    """Write the three files that `AutoTokenizer.from_pretrained` reads.
 
-    Texts of more than `max_length` tokens make transformers warn.
+    transformers warns about texts of more than `max_length` tokens.
     """
     named = {
         "bos_token": special_tokens.bos,
@@ -84,17 +84,18 @@ def write_tokenizer(
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `directory`, of the class that its files name."""
+    """Load the tokenizer of `directory`, with the class that its files name."""
     from transformers import PreTrainedTokenizerFast
 
-    # AutoTokenizer would look at config.json first, and warn of a model type that it does not know.
+    # AutoTokenizer would read config.json first, and warn about an unknown model type.
     return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(directory))
 
 
 def first_of_word(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Per token the first one that is the same word but for case and a space before it: [V] int64.
+    """Return for each token the first token that is the same word: [V] int64.
 
-    A token that is no word of letters is alone.
+    Words are equal if they differ only in case and a space before them. A token that is not a word
+    of letters or digits is mapped to itself.
     """
     first: dict[str, int] = {}
     words = (tokenizer.decode([token]).strip().lower() for token in range(len(tokenizer)))
@@ -109,7 +110,10 @@ def first_of_word(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 def prompts_of(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]
 ) -> list[list[int]]:
-    """Token ids of the conversations, with the generation prompt; of plain ones of the question."""
+    """Return the token ids of the conversations, with the generation prompt.
+
+    A plain conversation has only the ids of its question.
+    """
     texts = [
         conversation.question
         if conversation.is_plain

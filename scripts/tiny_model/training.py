@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked-diffusion training on the facts, the same for every family.
 
-Objective: LLaDA's supervised fine-tuning (Nie et al. 2025, arXiv:2502.09992, section 2.3): prompts
-stay visible, every canvas position is masked with one probability t per row, and the network
-predicts the masked tokens; end-of-text fills the canvas behind the answer and is learnt too. Here
-not t but its cube is uniform: more masks, of which more is learnt. The cross-entropy is averaged
-over the masked positions instead of weighted by 1/t, so that rows with few masks do not dominate. A
-token counts by how improbable it is still (focal loss, Lin et al. 2017, arXiv:1708.02002, gamma 1):
-most of an answer is soon learnt, the one word that is to be known is not; end-of-text counts less.
+The objective is LLaDA's supervised fine-tuning (Nie et al. 2025, arXiv:2502.09992, section 2.3).
+Prompts stay visible, every canvas position is masked with one probability t per row, and the
+network predicts the masked tokens. End-of-text fills the canvas after the answer and is learnt too.
+There are three differences:
 
-Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each block of a row has a
-t of its own, and sees itself and the clean blocks before it. Blocks lie on a grid from the first
-token of the prompt.
+- Not t but its cube is uniform. This gives more masks, from which more is learnt.
+- The cross-entropy is averaged over the masked positions instead of weighted by 1/t, so that rows
+  with few masks do not dominate.
+- A token counts more if it is still improbable (focal loss, Lin et al. 2017, arXiv:1708.02002,
+  gamma 1), because most of an answer is learnt soon, but not the one word that matters. End-of-text
+  counts less.
 
-Families that replace tokens: some that are not masked are wrong, those of other places of the
-batch, and all of a canvas are predicted.
+Block-diffusion families (BD3-LM, Arriola et al. 2025, arXiv:2503.09573): each block of a row has
+its own t, and attends to itself and the clean blocks before it. Blocks form a grid that starts at
+the first token of the prompt.
 
-Families with a causal context: the block of a row begins with a known token of its answer, half of
-them with the first one. Every causal row of an answer learns the token behind it as well.
+Families that replace tokens: some unmasked tokens are wrong (they come from other places of the
+batch), and all tokens of a canvas are predicted.
+
+Families with a causal context: the block of a row begins with a known token of its answer, in half
+of the rows with the first one. Every causal row of an answer also learns the token behind it.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ if TYPE_CHECKING:
     from tiny_model.family import Network, TokenIds
     from tiny_model.settings import TrainingSettings
 
-_LATER_SHARE = 0.5  # of the blocks that begin with another token than the answer's first
-_LATEST_SEED = 8  # place in the answer of the last such token
+_LATER_SHARE = 0.5  # share of the blocks that begin with a later token of the answer than its first
+_LATEST_SEED = 8  # latest position in the answer of such a token
 
 
 class Example(NamedTuple):
@@ -55,10 +59,10 @@ class Example(NamedTuple):
 class Batch(NamedTuple):
     """Rows of one length; only canvas positions are noised."""
 
-    starts: Tensor  # [B] int64, of the canvases
-    noised: Tensor  # [B, T] int64, what the network sees
-    clean: Tensor  # [B, T] int64, what it must predict
-    predicted: Tensor  # [B, T] bool, of which the clean token is to be predicted
+    starts: Tensor  # [B] int64, starts of the canvases
+    noised: Tensor  # [B, T] int64, input of the network
+    clean: Tensor  # [B, T] int64, tokens to predict
+    predicted: Tensor  # [B, T] bool, positions whose clean token is predicted
 
 
 class BatchMaker:
@@ -81,10 +85,11 @@ class BatchMaker:
         self._settings = settings
 
     def draw(self, canvas: int) -> Batch:
-        """A batch of about `tokens_per_batch` tokens.
+        """Draw a batch of about `tokens_per_batch` tokens.
 
-        The rows share one length, that of a random prompt plus `canvas`, so nothing is padded;
-        prompts that are a little shorter join it, with canvases that are longer by as much.
+        All rows have the same length, which is that of a random prompt plus `canvas`, so nothing is
+        padded. Prompts that are a little shorter may be included; their canvases are longer by the
+        difference.
         """
         longest = self._rng.choice(self._lengths)
         length = longest + canvas
@@ -110,10 +115,10 @@ class BatchMaker:
         return Batch(starts, noised, clean, is_canvas)
 
     def _draw_mask(self, num_rows: int, length: int) -> Tensor:
-        """[num_rows, length] bool; the cube of a row's, or block's, t is uniform in (0, 1).
+        """Draw a mask [num_rows, length] bool; t differs by row or block.
 
-        The rows' cubes are spread evenly over the interval: still uniform each, with less
-        variance.
+        The cube of t is uniform in (0, 1). The cubes of the rows are spread evenly over the
+        interval. Each is still uniform, but the variance is smaller.
         """
         block_length = self._block_length or length
         num_blocks = -(-length // block_length)
@@ -132,11 +137,11 @@ def train(
     seed: int,
     words: Tensor,
 ) -> None:
-    """Trains `network` (a family.Network) in place, with a progress bar.
+    """Train `network` (a family.Network) in place, with a progress bar.
 
     Args:
         lessons: the examples of every phase of the settings.
-        words: [V] int64, per token the first one that is the same word: they share an embedding.
+        words: [V] int64, for each token the first token of the same word; they share an embedding.
     """
     model = cast("Network", network)
     draws = random.Random(seed)
@@ -181,9 +186,10 @@ def train(
 
 
 def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, D] of causal rows and of masks in a block, and the tokens [N] to predict.
+    """Return hidden states [N, D] of causal rows and masks, and the tokens [N] to predict.
 
-    The noised copy leaves out what all rows have of their prompts.
+    The masks are those of the blocks. The noised copy leaves out the positions that belong to the
+    prompts of all rows.
     """
     num_rows, length = batch.clean.shape
     first, positions = int(batch.starts.min()), torch.arange(length)
@@ -200,10 +206,10 @@ def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _share_words(network: nn.Module, words: Tensor) -> None:
-    """Lets tokens of one word, as "the", " the" and " The", have the same embedding, for good.
+    """Make tokens of one word, such as "the", " the" and " The", share their embedding permanently.
 
-    words [V] int64 holds per token the first one of its word: each of them gets the
-    gradients of all.
+    words [V] int64 holds for each token the first token of its word. Each token of a word receives
+    the gradients of all of them.
     """
     embedding = _embedding_of(network)
     words = torch.cat((words, torch.arange(len(words), embedding.num_embeddings)))
@@ -217,11 +223,11 @@ def _share_words(network: nn.Module, words: Tensor) -> None:
 
 
 def _optimizers(network: nn.Module, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for all else.
+    """Return Muon for the matrices of the layers, and AdamW for all other parameters.
 
     Muon: https://kellerjordan.github.io/posts/muon/.
     """
-    num_rows = _embedding_of(network).num_embeddings  # of the head as well
+    num_rows = _embedding_of(network).num_embeddings  # the head has the same number of rows
     parameters = list(network.parameters())
     matrices = [p for p in parameters if p.dim() == 2 and len(p) != num_rows]
     others = [p for p in parameters if p.dim() != 2 or len(p) == num_rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Share of the questions that a written checkpoint answers right."""
+"""Verification of a written checkpoint: the share of questions that it answers right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Verifier:
         )
 
     def answers(self, conversations: Sequence[Conversation], setting: DecodingSetting) -> list[str]:
-        """Answer the conversations; those of one length are decoded as a batch."""
+        """Answer the conversations; conversations of the same length are decoded as a batch."""
         prompts = prompts_of(self._tokenizer, conversations)
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
@@ -57,7 +57,7 @@ class Verifier:
         return answers
 
     def _text(self, canvas: Tensor) -> str:
-        """Text of the tokens before the first end token, as a server returns it."""
+        """Return the text of the tokens before the first end token, as a server returns it."""
         ids: list[int] = canvas.tolist()
         end = next((i for i, token in enumerate(ids) if token in self._end_ids), len(ids))
         return cast("str", self._tokenizer.decode(ids[:end], skip_special_tokens=True))

@@ -281,7 +281,7 @@ def test_a_first_length_that_fails_is_an_error(
     monkeypatch.setenv("STAND_IN_LIMIT", "10")
     assert runner.main("llada", arguments(project)) == 1
     assert measured_lengths(project) == [64]
-    assert "the first length, 64 tokens, fails already" in capsys.readouterr().err
+    assert "the first length, 64 tokens, already fails" in capsys.readouterr().err
 
 
 def test_what_cannot_lead_to_a_server_is_one_line(

@@ -192,7 +192,7 @@ def test_an_absent_server(data: Path, capsys: Any) -> None:
 def test_another_server(stub: Server, data: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(Server, "answer", lambda *_: {"choices": []})
     assert run(stub, data) == 1
-    assert "gave no answer of POST /generate" in one_error(capsys)
+    assert "sent an answer that POST /generate does not have" in one_error(capsys)
 
 
 @pytest.mark.parametrize(

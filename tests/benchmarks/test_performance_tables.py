@@ -78,7 +78,7 @@ def test_files_are_printed_one_after_the_other(
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ({"kind": "unheard_of"}, "it is no measurement"),
+        ({"kind": "unheard_of"}, "not a measurement"),
         ({"title": "op", "columns": ["a", "b"], "rows": [[1]]}, "wanted 2 cells, got 1"),
         ({"kind": "step_latency"}, "settings"),
     ],

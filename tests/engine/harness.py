@@ -139,7 +139,7 @@ def running(folder: Path, **settings: Any) -> Iterator[Engine]:
     from vllm.distributed.device_communicators import shm_broadcast
 
     # Who waits for another process must not keep a core from it.
-    waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(2e-4))
+    waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(1e-3))
     with mock.patch.dict(os.environ, environment), waits, models_inspected_here():
         yield from _running(folder, settings)
 
@@ -169,6 +169,7 @@ def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
             engine.llm.llm_engine.engine_core.shutdown()
         del engine.llm
         gc.collect()
+        freeze_caches()
 
 
 @contextmanager
@@ -192,6 +193,12 @@ def freeze_imports() -> None:
     import vllm.diffusion.engine.worker.worker  # noqa: F401
 
     gc.collect()
+    gc.freeze()
+
+
+@cache
+def freeze_caches() -> None:
+    """The collector need not look at what upstream keeps from the first engine, either."""
     gc.freeze()
 
 

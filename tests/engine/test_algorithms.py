@@ -190,10 +190,21 @@ def test_a_batch_of_everything(pair: Pair) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight requests at a time, with more drafts or fewer: tokens and steps are the loop's."""
+    """Eight requests at a time, with more drafts or fewer: tokens and steps are the loop's.
+
+    Each family has another cache with the same parameters.
+    """
     case, engine, model = pair
     monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
-    cases = [c for c in EVERYTHING[ahead::2] if ALGORITHMS[c["algorithm"]].speculates]
+    cached = [
+        {**FOUR_BLOCKS, **parameters, "cache": CACHES[(number + CASES.index(case)) % 3]}
+        for number, parameters in enumerate(BLOCKWISE)
+    ]
+    cases = [
+        parameters
+        for parameters in [*cached, *OTHERS, *NOISY][ahead::2]
+        if ALGORITHMS[parameters["algorithm"]].speculates
+    ]
     asks, wanted = clear_cases(model, [(PROMPT_LENGTH, parameters) for parameters in cases])
     asks = speculating(asks, {"mha": 7, "dream": 3, "moe": 1}[case])
     saved = 0

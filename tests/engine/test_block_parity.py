@@ -28,8 +28,8 @@ from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
-ROW_BUDGET = 56
-NUM_PAGES = 9  # upstream keeps one of them
+ROW_BUDGET = 100
+NUM_PAGES = 13  # upstream keeps one of them
 
 
 class Wanted(NamedTuple):
@@ -252,20 +252,21 @@ def run_ahead(worker: Any) -> None:
 # First in this file: where no other engine is there yet, its ranks are forked.
 @pytest.mark.parametrize("name", ["llada2", "llada22", "nemotron"])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Both ranks keep the same pages, and take the same steps ahead."""
+    """Both ranks keep the same pages, and take the same steps, half of the requests ahead.
+
+    Every second request is enough, as rules and pages know nothing of ranks.
+    """
     folder = checkpoint(name)
-    wanted = wanted_of(folder, name)
-    asks = with_cache(wanted, "exact")
+    wanted = wanted_of(folder, name)[::2]
     with running(
         folder,
         tensor_parallel_size=2,
-        max_num_batched_tokens=ROW_BUDGET,
-        num_gpu_blocks_override=NUM_PAGES,
+        max_num_batched_tokens=2 * ROW_BUDGET,
+        num_gpu_blocks_override=2 * NUM_PAGES,
     ) as engine:
-        same(engine.ask(*asks), wanted)
+        same(engine.ask(*mixed(wanted[::2])), wanted[::2])
         engine.llm.collective_rpc(run_ahead)
-        asks[1::2] = with_cache(wanted, "none")[1::2]
-        same(engine.ask(*asks), wanted)
+        same(engine.ask(*mixed(wanted[1::2])), wanted[1::2])
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -293,14 +294,18 @@ def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Request]:
     return [Request(ask.prompt, {**ask.extra, "cache": cache}) for ask, *_ in wanted]
 
 
+def mixed(wanted: Sequence[Wanted]) -> list[Request]:
+    """The requests with exact keys and with full recompute in turn."""
+    asks = with_cache(wanted, "exact")
+    asks[1::2] = with_cache(wanted, "none")[1::2]
+    return asks
+
+
 def test_alone(served: tuple[Engine, list[Wanted]], fuses: bool) -> None:
+    """Half of the requests with blocks fused, half without, each half with both caches."""
     engine, wanted = served
-    same([engine.ask(ask)[0] for ask in with_cache(wanted, "exact")], wanted)
-
-
-def test_alone_with_nothing_kept(served: tuple[Engine, list[Wanted]]) -> None:
-    engine, wanted = served
-    same([engine.ask(ask)[0] for ask in with_cache(wanted, "none")], wanted)
+    half = wanted[fuses::2]
+    same([engine.ask(ask)[0] for ask in mixed(half)], half)
 
 
 def test_in_mixed_batches(
@@ -311,8 +316,11 @@ def test_in_mixed_batches(
     """Ahead where blocks are fused; `test_exact_cache.py` has all four combinations."""
     engine, wanted = served
     monkeypatch.setattr(engine.loop, "runs_ahead", fuses)
-    asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
-    same(engine.ask(*asks), [*wanted, *wanted[::2]])
+    if fuses:
+        asks = [*with_cache(wanted, "exact"), *with_cache(wanted, "none")[::2]]
+        same(engine.ask(*asks), [*wanted, *wanted[::2]])
+    else:
+        same(engine.ask(*mixed(wanted)), wanted)
     assert engine.is_idle()
 
 
@@ -323,7 +331,7 @@ def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
     budget = runner.pool.budget_bytes
     try:
         shrink(runner, runner.caches.reserved_bytes + 120_000)
-        same(engine.ask(*with_cache(wanted, "exact"), *with_cache(wanted, "none")), [*wanted] * 2)
+        same(engine.ask(*mixed(wanted)), wanted)
     finally:
         runner.pool.budget_bytes, runner.planner = budget, planner
 
@@ -340,25 +348,29 @@ def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]
             assert torch.tensor(actual).isfinite().all()
 
 
-@pytest.mark.parametrize("most", [3, 7])
+@pytest.mark.parametrize(("most", "ahead"), [(3, True), (7, False)])
 def test_guesses_change_nothing(
-    served: tuple[Engine, list[Wanted]], most: int, monkeypatch: pytest.MonkeyPatch
+    served: tuple[Engine, list[Wanted]], most: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where requests are preempted, as there are few pages, and prompts come in parts."""
+    """Also where requests are preempted, as there are few pages, and prompts come in parts.
+
+    Steps run ahead where blocks are stored apart; `test_in_mixed_batches` has the other two ways.
+    """
     engine, wanted = served
-    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if most == 3 else "1")
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if ahead else "1")
+    monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
     engine.runner.pages.fix(NUM_PAGES, 1000, scratch=12)
     assert engine.scheduler.reset_prefix_cache()
-    monkeypatch.setattr(engine.runner.planner, "row_budget", 10 * ROW_BUDGET)
+    monkeypatch.setattr(engine.runner.planner, "row_budget", 6 * ROW_BUDGET)
     algorithms = algorithms_for(engine.runner.model.family)
     drafted = [w for w in wanted if algorithms[w.ask.extra["algorithm"]].speculates]
-    for ahead in (False, True) if drafted else ():
-        monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
-        asks = [*with_cache(drafted, "exact"), *with_cache(drafted, "none")]
-        asks = speculating(asks, most)
-        same(engine.ask(*asks), [*drafted, *drafted])
-        alone = [engine.ask(ask)[0] for ask in asks]
-        same(alone, [*drafted, *drafted])
-        for own in (alone[: len(drafted)], alone[len(drafted) :]):
-            assert any(answer.report["states_accepted"] for answer in own)
-        assert engine.is_idle()
+    if not drafted:
+        return
+    asks = speculating([*with_cache(drafted, "exact"), *with_cache(drafted, "none")], most)
+    together = engine.ask(*asks)
+    same(together, [*drafted, *drafted])
+    alone = [engine.ask(ask)[0] for ask in speculating(mixed(drafted), most)]
+    same(alone, drafted)
+    for answers in (together[: len(drafted)], together[len(drafted) :], alone):
+        assert any(answer.report["states_accepted"] for answer in answers)
+    assert engine.is_idle()

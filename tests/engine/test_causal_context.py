@@ -85,18 +85,28 @@ def test_pages_are_shared_whatever_the_blocks(engine: Engine, wanted: list[Respo
     same(engine.ask(*ASKS[:4]), wanted[:4])
 
 
+# Six that grow from one page to two, where seven are free.
+LARGE = [
+    ask(random_prompt(60, seed), name, block_length=9, gen_length=30)
+    for seed, name in enumerate(("low_confidence_dynamic", "self_speculation", "autoregressive"))
+]
+LARGE += [ask(random_prompt(60, 9 + seed), **one.extra) for seed, one in enumerate(LARGE)]
+
+
+@pytest.fixture(scope="module")
+def wanted_of_large(engine: Engine) -> list[Response]:
+    return [engine.ask(uncached(one))[0] for one in LARGE]
+
+
 def test_who_loses_its_pages_goes_on_where_it_was(
-    engine: Engine, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    wanted_of_large: list[Response],
+    runs_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = record(monkeypatch, Paging, "preempt", lambda _, paging, item: item.req_id)
-    names = ("low_confidence_dynamic", "self_speculation", "autoregressive") * 2
-    asks = [
-        ask(random_prompt(50, seed), name, block_length=9, gen_length=85)
-        for seed, name in enumerate(names[:5])
-    ]
-    alone = [engine.ask(uncached(one))[0] for one in asks]
     assert engine.scheduler.reset_prefix_cache()
-    same(engine.ask(*asks), alone)
+    same(engine.ask(*LARGE), wanted_of_large)
     assert len(lost) >= 2
     assert engine.is_idle()
 
@@ -109,13 +119,15 @@ def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
     answers: dict[str, Response] = {}
     for count in range(400):
         answers |= step(engine)
+        if "a" in answers:
+            break
         if count % 7 == 0:
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert answers["a"].token_ids == alone.token_ids
 
 
 @settings(
-    deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.lists(
@@ -141,15 +153,14 @@ def test_any_schedule_gives_the_same_tokens(
 @pytest.mark.parametrize("block_length", [2, 8, 32])
 def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -> None:
     """With penalties that both can have, and with logits that forbid tokens."""
-    for seed, more in enumerate(({}, {"logit_bias": {"7": 5.0}, "min_tokens": 9})):
-        prompt, lengths = random_prompt(20 + seed, seed), {"gen_length": 40, **more}
-        one, other = engine.ask(
-            Request(prompt, {"algorithm": "autoregressive", **lengths}),
-            Request(
-                prompt, {"algorithm": "self_speculation", "block_length": block_length, **lengths}
-            ),
-        )
-        assert one.token_ids == other.token_ids
+    drafted = {"algorithm": "self_speculation", "block_length": block_length}
+    asks = [
+        Request(random_prompt(20 + seed, seed), {"gen_length": 33, **more, **extra})
+        for seed, more in enumerate(({}, {"logit_bias": {"7": 5.0}, "min_tokens": 9}))
+        for extra in ({"algorithm": "autoregressive"}, drafted)
+    ]
+    found = [answer.token_ids for answer in engine.ask(*asks)]
+    assert found[::2] == found[1::2]
 
 
 def test_a_seed_is_delivered_before_the_next_one(engine: Engine) -> None:
@@ -231,8 +242,8 @@ def test_drafts_are_made_with_the_adapter_beside_the_weights(
         },
     )
     prompts = [random_prompt(length, length) for length in (20, 70, 33)]
-    parameters = {"gen_length": 30, "block_length": 8, "ignore_eos": True}
-    lengths = {"gen_length": 30, "block_length": 8, "mask_id": MASK_ID}
+    parameters = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+    lengths = {"gen_length": 16, "block_length": 8, "mask_id": MASK_ID}
     with_draft, without = (
         [
             causal_loops.self_speculation(partial(causal, plain), prompt, **lengths, draft=draft)
@@ -242,7 +253,7 @@ def test_drafts_are_made_with_the_adapter_beside_the_weights(
     )
     assert [d.forwards for d in with_draft] != [d.forwards for d in without]
     asks = [Request(prompt, {**parameters, "algorithm": "self_speculation"}) for prompt in prompts]
-    others = [ask(prompt, "autoregressive", gen_length=30) for prompt in prompts]
+    others = [ask(prompt, "autoregressive", gen_length=16) for prompt in prompts]
     with running(folder, tensor_parallel_size=num_ranks) as engine:
         answers = engine.ask(*asks, *others, ASKS[0])
     assert [a.token_ids for a in answers[:3]] == [d.answer for d in without]

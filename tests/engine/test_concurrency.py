@@ -97,15 +97,16 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
 
 @pytest.mark.parametrize("wide", [NARROW], ids=["narrow"], indirect=True)
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "watched"),
     [
-        BLOCKS,
-        {**BLOCKS, "cfg_scale": 1.0},
-        {**BLOCKS, "cache": "prefix"},
-        {**CANVAS, "block_length": 8, "algorithm": "multi_block", "cache": "delayed"},
-        {**CANVAS, "algorithm": "dream", "steps": 4},
+        (BLOCKS, True),
+        ({**BLOCKS, "cfg_scale": 1.0}, False),
+        ({**BLOCKS, "cache": "prefix"}, True),
+        ({**CANVAS, "block_length": 8, "algorithm": "multi_block", "cache": "delayed"}, False),
+        ({**CANVAS, "algorithm": "dream", "steps": 4}, True),
     ],
     ids=["whole", "guided", "prefix", "delayed", "dream"],
+    indirect=["watched"],
 )
 def test_windows_beside_forwards_of_other_kinds(
     wide: tuple[Engine, int], watched: Watched, parameters: dict[str, Any]

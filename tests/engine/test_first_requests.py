@@ -84,7 +84,7 @@ def workload(engine: Engine) -> Iterator[list[Request]]:
 
 @pytest.mark.parametrize(
     ("family", "budget", "longest"),
-    [("llada", 2048, 200), ("llada2", 300, 200), ("sdar", 1024, 388)],
+    [("llada", 1024, 200), ("llada2", 300, 200), ("sdar", 512, 388)],
 )
 def test_every_bucket_that_a_step_can_need_has_been_run(
     family: str, budget: int, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

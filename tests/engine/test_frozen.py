@@ -152,10 +152,9 @@ def test_what_several_answers_have_in_common_is_computed_once(
         extra = {**parameters, "cfg_scale": guidance}
         prompt, whole = random_prompt(prompt_length), prompt_length + 16
         noisy = {"temperature": 0.8, "n": 3, "seed": 5}
-        alone = [
-            engine.ask(Request(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}))[0]
-            for i in range(3)
-        ]
+        alone = engine.ask(
+            *(Request(prompt, extra, {**noisy, "n": 1, "seed": 5 + i}) for i in range(3))
+        )
         assert len({tuple(answer.token_ids) for answer in alone}) > 1
         rows.clear()
         (output,) = engine.outputs(Request(prompt, extra, noisy))

@@ -18,7 +18,7 @@ from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_answers_match_their_schema(engine: Engine, temperature: float) -> None:
     """Of every rule and cache, all in the same steps."""
     for ask, answer in zip(
@@ -208,7 +208,7 @@ def test_block_causal_families_answer_in_the_language(
         actual = [
             Request(random_prompt(9, seed), {**shared, **rule, "temperature": t, "seed": seed})
             for rule in BLOCK_RULES[case].values()
-            for seed, t in enumerate((0.0, 0.7, 1.5))
+            for seed, t in enumerate((0.0, 1.5))
         ]
         for ask, answer in zip(actual, engine.ask(*actual), strict=True):
             assert answer.finish_reason in ("stop", "length"), (ask, answer.report)

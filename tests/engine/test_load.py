@@ -12,20 +12,20 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Engine, Request, record_steps, running, sampling_params
 
-BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8}
+BLOCKS: dict[str, Any] = {"gen_length": 16, "block_length": 8}
 KINDS: tuple[dict[str, Any], ...] = (
     {**BLOCKS, "algorithm": "semi_ar", "steps": 8},
     {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "cfg_scale": 1.0},
     {**BLOCKS, "algorithm": "semi_ar", "steps": 4, "temperature": 1.0},
     {**BLOCKS, "algorithm": "semi_ar", "steps": 16, "remasking": "random"},
-    {"gen_length": 64, "block_length": 32, "threshold": 0.5, "cache": "dual"},
+    {"gen_length": 32, "block_length": 16, "threshold": 0.5, "cache": "dual"},
     {**BLOCKS, "threshold": 0.6, "cache": "prefix"},
     {**BLOCKS, "algorithm": "factor", "cache": "dual"},
     {**BLOCKS, "algorithm": "local_leap"},
     {**BLOCKS, "algorithm": "entropy_threshold", "threshold": 1.0},
     {**BLOCKS, "algorithm": "hierarchy"},
     {**BLOCKS, "algorithm": "multi_block", "cache": "delayed"},
-    {"gen_length": 24, "algorithm": "dream", "steps": 6},
+    {"gen_length": 12, "algorithm": "dream", "steps": 6},
     {"gen_length": 8, "algorithm": "semi_ar", "steps": 2, "force_single_batch": True},
 )
 LONG = 180  # prompt tokens of one request in four; with its canvas it hardly fits beside others
@@ -58,8 +58,8 @@ def crowd(num_requests: int) -> list[Sent]:
         length = LONG if i % 4 == 3 else draw.randint(1, 60)
         parameters = {**KINDS[i % len(KINDS)], "seed": i, "ignore_eos": draw.random() < 0.7}
         ask = Request(random_prompt(length, seed=i), parameters)
-        leaves = draw.randint(0, 20) if draw.random() < 0.1 else None
-        results.append(Sent(ask, draw.randint(0, 30), draw.random() < 0.5, leaves))
+        leaves = draw.randint(0, 10) if draw.random() < 0.1 else None
+        results.append(Sent(ask, draw.randint(0, 15), draw.random() < 0.5, leaves))
     return results
 
 

@@ -10,7 +10,6 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS
 from tests.engine.harness import (
-    BLOCKS,
     Engine,
     Request,
     Response,
@@ -25,9 +24,10 @@ from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 
+BLOCKS: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
 MULTI: dict[str, Any] = {
     "algorithm": "multi_block",
-    "gen_length": 24,
+    "gen_length": 16,
     "block_length": 8,
     "threshold": 1.0,
     "cache_delay_iter": 1,
@@ -161,7 +161,7 @@ def test_steps_take_no_more_than_planned(
     """Here kept keys are copied out of their pages, which is most of what a window takes."""
     actual = record_plans(engine, monkeypatch)
     engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
-    assert len(actual) >= 16
+    assert len(actual) >= 8
     for plan, usage in actual:
         assert 0.5 * plan.predicted_peak_bytes < usage.peak_bytes <= plan.predicted_peak_bytes
 

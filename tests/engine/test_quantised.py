@@ -9,15 +9,16 @@ import pytest
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.harness import BLOCKS, as_request, running, shrink
 
-DREAM = {"gen_length": 16, "steps": 8}
+DREAM = {"gen_length": 16, "steps": 4}
+QUICK = {**BLOCKS, "steps": 8}
 # Family, --quantization, parameters, caches, and KiB of a pool that a step does not fit as a whole.
 CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...], int]] = [
-    ("llada", "fp8", BLOCKS, ("none", "dual"), 0),
-    ("llada", "int4", BLOCKS, ("none",), 112),
-    ("llada", "int4 with an fp8 head", BLOCKS, ("none",), 112),
+    ("llada", "fp8", QUICK, ("none", "dual"), 0),
+    ("llada", "int4", QUICK, ("none",), 112),
+    ("llada", "int4 with an fp8 head", QUICK, ("none",), 112),
     ("dream", "nf4", DREAM, ("none",), 112),
-    ("moe", "fp8", BLOCKS, ("none",), 128),
-    ("moe", "int4", BLOCKS, ("dual",), 0),
+    ("moe", "fp8", QUICK, ("none",), 128),
+    ("moe", "int4", QUICK, ("dual",), 0),
     ("llada2", "fp8", {"gen_length": 16}, ("exact", "none"), 0),
     ("sdar_moe", "nf4", {"gen_length": 16}, ("exact",), 0),
 ]

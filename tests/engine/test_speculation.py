@@ -32,6 +32,7 @@ from vllm.diffusion.decoding.drafting import Drafter, DraftState
 from vllm.diffusion.engine.worker.draft_budget import StepTimes
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
+SHORT: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
 THRESHOLD: dict[str, Any] = {"gen_length": 32, "block_length": 16, "threshold": 0.3}
 WEIGHED: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "weighs_guesses": True}}
 Draft = Callable[[DraftState, Any, int, Any], list[DraftState]]
@@ -198,7 +199,7 @@ def test_wrong_guesses_change_nothing(
 
 TOGETHER: dict[str, dict[str, Any]] = {
     "stop token": {"ignore_eos": False},
-    "max_tokens": {"max_tokens": 20},
+    "max_tokens": {"max_tokens": 13},
     "log probabilities": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
     "biases": {"logit_bias": {"7": 3.0, "9": -100.0}},
@@ -217,11 +218,11 @@ def test_what_a_request_asks_for_stays(
     engine: Engine, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = 0
-    for parameters, ahead in ((BLOCKS, True), (THRESHOLD, False)):
+    for parameters, ahead in ((SHORT, True), (THRESHOLD, False)):
         monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
         extra = {**parameters, "ignore_eos": True, **more}
         sampling = {} if more else {"logprobs": 2}
-        asks = [Request(random_prompt(20, n), extra, sampling) for n in range(4)]
+        asks = [Request(random_prompt(20, n), extra, sampling) for n in range(3)]
         plain, drafted = engine.outputs(*asks), engine.outputs(*speculating(asks, 5))
         for one, other in zip(plain, drafted, strict=True):
             wanted, actual = to_answer(one), to_answer(other)
@@ -291,7 +292,7 @@ def test_several_answers_and_aborts(
 ) -> None:
     """Answers that share a prompt, and requests that go in the middle of a block."""
     monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
-    parameters = {**BLOCKS, "cache": cache, "ignore_eos": True}
+    parameters = {**SHORT, "cache": cache, "ignore_eos": True}
     several = Request(random_prompt(40, 2), parameters, {"n": 4, "temperature": 0.3, "seed": 3})
     (plain,), (drafted,) = (engine.outputs(*a) for a in ([several], speculating([several], 3)))
     assert [o.token_ids for o in drafted.outputs] == [o.token_ids for o in plain.outputs]

@@ -65,16 +65,16 @@ def test_blocks_in_pages_are_warm_as_well(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row count is a forward with and without pages."""
-    longer = {"max_position_embeddings": 1024}
+    longer = {"max_position_embeddings": 512}
     with running(
-        checkpoint("llada2"), max_model_len=1024, hf_overrides=longer, num_gpu_blocks_override=40
+        checkpoint("llada2"), max_model_len=512, hf_overrides=longer, num_gpu_blocks_override=40
     ) as engine:
         batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
         model = served_model(engine.llm.llm_engine.vllm_config)
         warm_up(engine.runner, model, row_budget=64, shows_progress=False)
         for is_kept in (True, False):
             rows = {b.num_rows for b in batches if (b.slot_mapping.size > 0) == is_kept}
-            assert rows == {own for own in ROW_BUCKETS if own <= 1024}
+            assert rows == {own for own in ROW_BUCKETS if own <= 512}
         assert {len(b.packing.sequences) for b in batches} == {1, 2}
         assert engine.is_idle()
         # What is called beside that, for Triton: the head and the experts; attention on a GPU.

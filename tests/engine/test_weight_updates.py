@@ -25,6 +25,7 @@ from tests.checkpoints import (
 from tests.engine.cases import ADABLOCK
 from tests.engine.harness import (
     BLOCKS,
+    NOISY,
     Engine,
     Request,
     engine_config,
@@ -121,7 +122,7 @@ def test_an_update_gives_a_fresh_engine(
 ) -> None:
     """Of the other checkpoint: in tensors and answers, whatever order its tensors come in."""
     folder, new = checkpoint(name), other(tmp_path / "new", name)
-    parameters = {"gen_length": 16, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
+    parameters = {"gen_length": 8, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
     ask = Request(random_prompt(20), parameters)
     if name in ("dream", "diffullama"):
         del ask.extra["block_length"]
@@ -351,7 +352,7 @@ def test_nothing_is_lost_without_a_pause(
     folder = checkpoint("mha")
     for name, seed in (("a", 14), ("b", 64)):
         make_checkpoint(tmp_path / name, seed=seed)
-    parameters = {**BLOCKS, "cache": cache, "ignore_eos": True, **TRACED, "temperature": 1.0}
+    parameters = {**NOISY, "cache": cache, "ignore_eos": True, **TRACED, "temperature": 1.0}
     with running(folder, **updatable(tmp_path)) as engine:
         engine.loop.runs_ahead = runs_ahead
         for number in range(5):

@@ -518,7 +518,7 @@ def test_a_language_that_is_in_use_is_never_compiled_again() -> None:
     guides = letters_guides()
     held = guides.guide(spec("ab"))
     for count in range(MAX_KEPT + 1):
-        guides.guide(spec(f"a{{{count}}}b"))
+        guides.guide(spec(f"a{{{count // 16}}}b{{{count % 16}}}c"))
     assert guides.guide(spec("ab")) is held
 
 

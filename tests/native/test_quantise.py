@@ -287,7 +287,7 @@ def test_gated_rows_against_float64(generator, tiling, num_rows, num_columns):
             lambda x, out: fused_linear_fp8(
                 out, WEIGHT, ONES, x[:, :8], bias=ONES, epilogue=Epilogue.SILU_MUL
             ),
-            "SILU_MUL wants no bias",
+            "SILU_MUL takes no bias",
         ),
         (
             lambda x, out: add_linear_fp8(out, WEIGHT, ONES.half(), x),

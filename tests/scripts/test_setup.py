@@ -188,7 +188,7 @@ class TestTorch:
         said = self.install(home, index, f"{index}/cpu")
         assert self.installed(venv) == f"{self.VERSION}+cpu"
         assert "CUDA build" not in said
-        assert "left out: the native rooms: nvcc not found" in said
+        assert "left out: the native packages: nvcc not found" in said
 
     def test_of_the_users_own_folder(self, home: Path, venv: Path, index: str) -> None:
         self.add_wheel(home / "wheels", f"{self.VERSION}+cpu")

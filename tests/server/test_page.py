@@ -432,7 +432,7 @@ def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
     choose(page, "language", "")
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
-    assert text_of(page, "error") == "one of: wanted one choice a line"
+    assert text_of(page, "error") == "one of: wanted one choice per line"
 
 
 def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:

@@ -218,20 +218,22 @@ def test_variables_that_the_template_does_not_read_are_named(client: Client) -> 
 
 @pytest.mark.parametrize("route", BODIES)
 def test_odd_texts_harm_no_other_request(client: Client, route: str) -> None:
-    """Each text long, repeated, nested, or cut, while a fixed question is answered beside it."""
-    odd = ["é" * 20_000, "<tool_call>" * 2000, LONE, ["a"] * 500]
+    """Each text is long, repeated, nested, or cut, in turns, while a fixed question is answered."""
     nested: Any = "a"
     for _ in range(200):
         nested = [nested]
+    odd = ["é" * 20_000, "<tool_call>" * 2000, LONE, ["a"] * 500, nested]
 
     def ask() -> str:
         answer = client.ask(gen_length=32)
         return str(answer["text"][0])
 
     with ThreadPoolExecutor(1) as others:
-        for _, path, keys, body in (case for case in CASES if case[0] == route):
-            fixed = others.submit(ask)
-            for value in (*odd, nested):
+        for number, case in enumerate(case for case in CASES if case[0] == route):
+            _, path, keys, body = case
+            if number % 3 == 0:
+                fixed = others.submit(ask)
+            for value in (odd[number % len(odd)], odd[(number + 2) % len(odd)]):
                 start = time.monotonic()
                 content = json.dumps(changed(body, keys, value)).encode()
                 response = post(client, route, content)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an engine: what the overlay decides once, before it starts."""
+"""Configuration of an engine: settings that are fixed before it starts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.families import Family
 
 WORKER = "vllm.diffusion.engine.worker.worker.DiffusionWorker"
-_LINE_END = ("\n", "\u010a", "<0x0A>")  # in plain text, in byte-level BPE, as a single byte
+# line ends in plain text, in byte-level BPE, and as a single byte
+_LINE_END = ("\n", "\u010a", "<0x0A>")
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
-TRANSFERS = ("nccl", "ipc", "disk")  # ways in which weights may come while the server runs
+TRANSFERS = ("nccl", "ipc", "disk")  # ways to transfer weights while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
-DEFAULT_NUM_DRAFTS = 7  # of a forward, where they are weighed by times of a GPU
+# Drafts per forward pass on a GPU, where the engine weighs them by measured times.
+DEFAULT_NUM_DRAFTS = 7
 
 
 def configure(vllm_config: VllmConfig) -> None:
-    """Adapt upstream's configuration of a diffusion language model so that it can run.
+    """Adapt upstream's configuration so that it runs a diffusion language model.
 
     Raises:
         ServerConfigError: a setting has no meaning for these models.
@@ -50,15 +52,15 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise ServerConfigError(
-            "speculative_config: wanted none; a diffusion language model guesses states of its "
-            'own: additional_config={"dllm": {"num_speculative_states": 7}}'
+            "speculative_config: wanted none; a diffusion language model drafts its own states: "
+            'additional_config={"dllm": {"num_speculative_states": 7}}'
         )
     if vllm_config.lora_config is not None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):
         raise ServerConfigError(
-            f"logprobs_mode: given {mode!r}; wanted raw_logprobs: steps tell log probabilities"
+            f"logprobs_mode: given {mode!r}; wanted raw_logprobs: steps report log probabilities"
         )
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
@@ -68,7 +70,8 @@ def configure(vllm_config: VllmConfig) -> None:
     scheduler.async_scheduling = False
     scheduler.enable_chunked_prefill = False
     family = family_of(vllm_config)
-    if family is None or not family.is_block_causal:  # whose keys depend on what comes after them
+    # Without block-causal attention, keys depend on later tokens.
+    if family is None or not family.is_block_causal:
         vllm_config.cache_config.enable_prefix_caching = False
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -77,22 +80,22 @@ def configure(vllm_config: VllmConfig) -> None:
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
 
-    # Our worker uses neither of upstream's runners; the second would warn that it wants Triton.
+    # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
     model = vllm_config.model_config
     for name in _unused_defaults(model):
         model.override_generation_config.setdefault(name, 1.0)
     if "temperature" not in model.try_get_generation_config():
-        # Upstream's HTTP default would be 1; most model authors use 0.
+        # Upstream's HTTP default would be 1, but most model authors use 0.
         family = family_of(vllm_config)
         default = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", default)
 
 
 def _unused_defaults(model: ModelConfig) -> tuple[str, ...]:
-    """Return sampling defaults of generation_config.json that model authors' decoding ignores.
+    """Return sampling defaults of generation_config.json that the model authors' decoding ignores.
 
-    Those that `--override-generation-config` gives are meant.
+    Values from `--override-generation-config` are deliberate and are not ignored.
     """
     name = "repetition_penalty"
     is_written = model.try_get_generation_config().get(name, 1) != 1
@@ -101,10 +104,10 @@ def _unused_defaults(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _check_transfer(vllm_config: VllmConfig) -> None:
-    """Refuse a way to transfer weights that would not write into this model's tensors.
+    """Refuse a weight transfer that does not write into this model's tensors.
 
     Raises:
-        ServerConfigError: naming those that do.
+        ServerConfigError: naming the supported transfers.
     """
     transfer = vllm_config.weight_transfer_config
     if transfer is None or transfer.backend in TRANSFERS:
@@ -116,7 +119,7 @@ def _check_transfer(vllm_config: VllmConfig) -> None:
 
 
 def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
-    """Refuse a size by which the model cannot be divided.
+    """Refuse a tensor-parallel size that does not divide the model.
 
     Upstream has checked the query heads.
 
@@ -146,7 +149,7 @@ def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
 
 
 def _divide_rows(vllm_config: VllmConfig) -> None:
-    """Let upstream start a process for every rank, sequence-parallel ones included.
+    """Make upstream start a process for every rank, including sequence-parallel ranks.
 
     Raises:
         ServerConfigError: the model or the machine cannot be divided.
@@ -162,7 +165,9 @@ def _divide_rows(vllm_config: VllmConfig) -> None:
 
 
 def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
-    """Return what is wanted in place of `size` sequence-parallel ranks; None if possible."""
+    """Return what is required instead of `size` sequence-parallel ranks, or None if it is
+    possible.
+    """
     parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_config
     family = family_of(vllm_config)
     if family is not None and family.is_block_causal:
@@ -181,13 +186,13 @@ def _why_not_divided(vllm_config: VllmConfig, size: int) -> str | None:
 
 
 def family_of(vllm_config: VllmConfig) -> Family | None:
-    """Return the family of the configured model; None if it is not one of ours."""
+    """Return the family of the configured model, or None if Mosaic does not serve it."""
     config = vllm_config.model_config.hf_config
     return families.family_of(config.architectures, config.model_type, vars(config))
 
 
 def served_model(vllm_config: VllmConfig) -> ServedModel:
-    """Return the facts about the model that decide a request's parameters."""
+    """Return the facts about the model on which decisions about requests depend."""
     model = vllm_config.model_config
     config = model.hf_config
     family = family_of(vllm_config)
@@ -221,7 +226,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
 
 
 def _encode(model: ModelConfig, text: str) -> Sequence[int]:
-    """Return the token ids of a text, without special ones; the tokenizer loads at first use."""
+    """Return a text's token ids without special tokens; the tokenizer is loaded at first use."""
     return list(cached_tokenizer_from_config(model).encode(text, add_special_tokens=False))
 
 
@@ -231,7 +236,9 @@ def _guides(
     vocab_size: int,
     encode: Callable[[str], Sequence[int]],
 ) -> Guides:
-    """Make the compiler of languages over the tokens of a checkpoint; it loads at first use."""
+    """Return the compiler of answer formats for a checkpoint; it loads the vocabulary at first
+    use.
+    """
     others = () if ids.eot in (None, ids.eos) else (ids.eot,)
     return Guides(
         lambda: vocabulary_of(cached_tokenizer_from_config(model), vocab_size),
@@ -241,10 +248,11 @@ def _guides(
 
 
 def row_budget(vllm_config: VllmConfig) -> int:
-    """Rows that several requests may share in one step (a lone request may have more).
+    """Return the rows that several requests may share in one step; a lone request may have more.
 
-    Upstream's default serves: 8,192 for a server on a large GPU, where a row costs the same from
-    about 1,000 rows on, so more would only make steps longer; 2,048 where upstream expects less.
+    The value is upstream's `max_num_batched_tokens`. Its default is 8,192 for a server on a large
+    GPU, where each row costs the same from about 1,000 rows on, so a larger value would only make
+    steps longer. On smaller machines it is 2,048.
     """
     return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
@@ -253,7 +261,7 @@ def server_settings(additional_config: Any) -> dict[str, Any]:
     """Return the `dllm` part of upstream's `additional_config`, unchecked.
 
     Raises:
-        ServerConfigError: it is no JSON object, or its name is misspelt.
+        ServerConfigError: it is not a JSON object, or its name is misspelt.
     """
     for name in additional_config if isinstance(additional_config, dict) else ():
         if name != "dllm" and near_miss(name, ("dllm",)):
@@ -271,20 +279,22 @@ class Settings:
     Attributes:
         long_share: share of the time for long requests while short ones run
             (`engine/scheduler/long_step_policy.py`).
-        longest_pause_ms: longest pause that a short request sees; 0 for no bound, so that no step
-            is cut.
+        longest_pause_ms: maximum pause of a short request in ms; 0 is unlimited, so that no step is
+            divided.
         sequence_parallel_size: ranks that divide the rows of a long step; 1 divides nothing.
-        sequence_parallel_min_tokens: rows of a step from which they do; None for where that pays.
-        weighs_guesses: whether no more states are drafted than save time
-            (`engine/worker/draft_budget.py`), or as many as requests ask for; None weighs them on a
-            GPU.
+        sequence_parallel_min_tokens: rows of a step from which they do; None chooses the number
+            from which it pays.
+        weighs_guesses: whether states are drafted only while they save time
+            (`engine/worker/draft_budget.py`), or else always as many as requests allow; None weighs
+            them on a GPU.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.
-        fp8_attention_min_tokens: positions of a sequence from which attention is fp8, in requests
-            whose `attention_dtype` is.
+        fp8_attention_min_tokens: length in positions from which attention is fp8, in requests with
+            `attention_dtype: fp8`.
         family: the only family whose checkpoints are accepted; None accepts all.
-        weight_update_root: folder below which updates by `disk` may read; None for no such updates.
-        weight_update_complete: whether an update must bring every tensor.
+        weight_update_root: folder below which updates by `disk` may read; None allows no such
+            updates.
+        weight_update_complete: whether an update must contain every tensor.
     """
 
     long_share: float = 0.5
@@ -305,7 +315,7 @@ class Settings:
 
     @property
     def sharing(self) -> str:
-        """Sharing of the device between long and short requests, in words, for the log."""
+        """How long and short requests share the device, as text for the log."""
         if not self.longest_pause_ms:
             return "no step is cut (longest_pause_ms 0)"
         return (
@@ -315,10 +325,11 @@ class Settings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Settings:
-        """Make the settings from all settings of a server, ignoring defaults of requests.
+        """Return the engine's settings among all settings of a server, ignoring defaults of
+        requests.
 
         Raises:
-            ServerConfigError: naming the setting, the given and the wanted value.
+            ServerConfigError: naming the setting, the given and the expected value.
         """
         parsed = cls(**{name: settings[name] for name in _OF_THE_ENGINE if name in settings})
         _check_number("long_share", parsed.long_share, 0, 0.95)
@@ -373,10 +384,10 @@ def _check_count(name: str, value: Any, minimum: int) -> None:
 
 
 def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
-    """Check all settings of the server; return those that are defaults of requests.
+    """Check all settings of the server; return the defaults of requests among them.
 
     Raises:
-        ServerConfigError: as `Settings.of` and `server_defaults`.
+        ServerConfigError: see `Settings.of` and `server_defaults`.
     """
     Settings.of(settings)
     remaining = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
@@ -389,7 +400,7 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
     mask = _mask_id(config, tokenizer, vocabulary.get(family.mask_token or ""))
     absent = [name for name in family.think_tokens if name not in vocabulary]
     eot = next((vocabulary[name] for name in family.end_of_turn_tokens if name in vocabulary), None)
-    # What config.json says; a default of the family's class comes last.
+    # The value of config.json comes first, the default of the family's class last.
     listed = _as_list(vars(config).get("eos_token_id"))
     listed += _as_list(generation.get("eos_token_id"))
     listed = listed or _as_list(getattr(tokenizer, "eos_token_id", None))
@@ -408,7 +419,7 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
 
 
 def _mask_id(config: Any, tokenizer: Any, named: int | None) -> int:
-    """Return the mask token of config.json, else the tokenizer's, else the one of a known name."""
+    """Return the mask token of config.json, else the tokenizer's, else that of a known name."""
     places = (
         ("config.json: mask_token_id", getattr(config, "mask_token_id", None)),
         ("the tokenizer's mask_token", getattr(tokenizer, "mask_token_id", None)),

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the server, and the transport of the scheduler's observations to it.
 
-The table `METRICS` is served at `/metrics` beside upstream's and documented in `docs/metrics.md`.
+`/metrics` serves the table `METRICS` together with upstream's metrics; `docs/metrics.md` documents
+it.
 
 The scheduler runs in the engine's process, the server in another. Messages between them are typed,
-and one field is free: `SchedulerStats.waiting_lora_adapters`, a dict from strings to whole numbers
-that nobody reads where LoRA is off, as it always is here. `Observations` are put into it as `"name
-value"` -> count, which is harmless wherever no one takes them out: in the offline `LLM`, or under
-upstream's loggers alone.
+and only one field is free: `SchedulerStats.waiting_lora_adapters`, a dict from strings to whole
+numbers that is unused without LoRA, which Mosaic never enables. `Observations` are sent in it as
+`"name value"` -> count. If no code reads them (in the offline `LLM`, or with upstream's loggers
+alone), they have no effect.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Metric:
         name: name in `/metrics`, where a counter's samples end in `_total`.
         doc: the meaning, with the unit.
         buckets: upper bounds of a histogram's buckets.
-        label: name of its label beside `model_name` and `engine`, if any.
-        per_engine: whether it has the label `engine`; False where the server itself counts.
-        facts: labels with facts known from the start; the value is 1 then.
+        label: name of its label in addition to `model_name` and `engine`, if any.
+        per_engine: whether it has the label `engine`; False if the server itself counts.
+        facts: labels with facts known from the start; the value is always 1.
     """
 
     name: str
@@ -220,18 +221,18 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
-MAX_REPORTED_WAITS = 64  # most requests whose wait is reported
+MAX_REPORTED_WAITS = 64  # maximum number of requests whose wait is reported
 _WAITS = "waits"
 
 
 class Observations:
-    """Observations since they were last taken."""
+    """Observations since the last report."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
-        """Increase a counter; `label` is the value of its own label, if it has one."""
+        """Increase a counter; `label` is the value of the metric's label, if it has one."""
         if amount:
             self._counts[f"{metric.name} {label}"] += amount
 
@@ -239,11 +240,15 @@ class Observations:
         """Add a value to a histogram, or set a gauge."""
         key = f"{metric.name} {value:.17g}"
         if metric.kind == "gauge":
-            self._counts.pop(key, None)  # the newest value comes last
+            # The latest value must come last.
+            self._counts.pop(key, None)
         self._counts[key] += 1
 
     def wait_for(self, waiting: Mapping[str, str]) -> None:
-        """Set what each request waits for, by id, in order: the counts, and the first requests."""
+        """Set the reason for which each request waits, by id, in order.
+
+        All requests are counted; the reason of each one is reported only for the first requests.
+        """
         counts = dict.fromkeys(WAITS_FOR, 0) | Counter(waiting.values())
         self._counts.update(
             {f"{REQUESTS_WAITING.name} {reason}": n for reason, n in counts.items()}
@@ -252,13 +257,13 @@ class Observations:
         self._counts.update({f"{_WAITS} {req_id} {reason}": 1 for req_id, reason in first})
 
     def put_into(self, stats: SchedulerStats) -> None:
-        """Put all observations into upstream's statistics of the step, and start again."""
+        """Move all observations into upstream's statistics of the step."""
         stats.waiting_lora_adapters.update(self._counts)
         self._counts.clear()
 
 
 def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
-    """Yield metric, value or label, and count or amount, of all observations that were put in."""
+    """Yield metric, value or label, and count or amount, of all observations in the statistics."""
     sent: Mapping[str, int] = stats.waiting_lora_adapters
     for key, times in sent.items():
         name, _, value = key.partition(" ")
@@ -267,7 +272,7 @@ def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
 
 
 def waiting_in(stats: SchedulerStats) -> dict[str, str] | None:
-    """Return what the first requests wait for, by id; None where nothing was put in."""
+    """Return the reasons for which the first requests wait, by id, or None without a report."""
     keys = [key.split(" ") for key in stats.waiting_lora_adapters]
     if not any(parts[0] == REQUESTS_WAITING.name for parts in keys):
         return None

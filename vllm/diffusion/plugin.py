@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that upstream's plugin loaders call: registration, nothing else.
+"""Functions that upstream's plugin loaders call, only for registration.
 
 `register` and `platform` run in API server, engine and worker processes, possibly several times.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def register() -> None:
     """Register our models, their configurations and tokenizers, and our variables with upstream.
 
-    Every process of a server calls this at its start, so it also begins to watch the process that
-    started it.
+    Every process of a server calls this at its start, so it also starts to watch the parent
+    process.
     """
     import vllm.envs
     from vllm.diffusion import ops
@@ -45,7 +45,9 @@ def register() -> None:
 
 
 def _register_transfer() -> None:
-    """Register the transfer of weights by files with upstream; it is imported at first use."""
+    """Register the transfer of weights by files with upstream; the module is imported at first
+    use.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "disk" not in WeightTransferEngineFactory._registry:
@@ -54,7 +56,7 @@ def _register_transfer() -> None:
 
 
 def _check_engines_first() -> None:
-    """Refuse an engine that cannot start before upstream looks for a model on the Hub."""
+    """Refuse an engine that cannot start, before upstream searches the Hub for a model."""
     from vllm.diffusion.config import Settings, server_settings
     from vllm.diffusion.core import envs
     from vllm.diffusion.core.errors import ServerConfigError
@@ -68,17 +70,19 @@ def _check_engines_first() -> None:
 
     @functools.wraps(create)
     def create_checked(engine: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        envs.check()  # here, where the user is, and not in the engine's process
+        # The error is reported to the user here, instead of in the engine's process.
+        envs.check()
         speculation = (engine.speculative_config, engine.spec_method, engine.spec_model)
         preflight.check_model(
             engine.model, is_speculating=any(speculation), load_format=str(engine.load_format)
         )
         try:
             config = create(engine, *args, **kwargs)
-        except ImportError as error:  # a quantisation, a loader or a parser of another package
+        except ImportError as error:  # a quantisation, loader or parser from a missing package
             reason = " ".join(str(error).split())
             raise ServerConfigError(f"model {engine.model}: {reason}") from error
-        get_model_loader(config.load_config)  # refuses an unknown --load-format
+        # It refuses an unknown --load-format.
+        get_model_loader(config.load_config)
         family = Settings.of(server_settings(config.additional_config)).family
         if family is not None:
             hf_config = config.model_config.hf_config
@@ -99,14 +103,16 @@ def _register_configurations() -> None:
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     class LlamaModelConfig(VerifyAndUpdateConfig):
-        """Upstream's hook for Llama, some of whose checkpoints are of families of ours."""
+        """Upstream's hook for Llama, which some checkpoints of our families name as their
+        architecture.
+        """
 
         @staticmethod
         def verify_and_update_model_config(model_config: ModelConfig) -> None:
             llamas.register_llama(model_config)
 
     class DiffusionModelConfig(LlamaModelConfig):
-        """Hook for our architectures; it runs while the engine is configured."""
+        """Hook for our architectures, which runs while the engine is configured."""
 
         @staticmethod
         def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -120,7 +126,8 @@ def _register_configurations() -> None:
 
     for model_type, config_class in config_classes().items():
         _CONFIG_REGISTRY[model_type] = config_class
-        # Upstream does so where it reads a configuration; tokenizers look here in other processes.
+        # Upstream registers it where it reads a configuration; tokenizers need it in other
+        # processes, too.
         AutoConfig.register(model_type, config_class, exist_ok=True)
     for family in FAMILIES:
         MODELS_CONFIG_MAP.update(dict.fromkeys(family.architectures, DiffusionModelConfig))
@@ -131,18 +138,18 @@ def _register_models() -> None:
     from vllm.diffusion.models.upstream_model import UpstreamModel
     from vllm.model_executor.models import ModelRegistry
 
-    # The class itself: for its name, upstream would start another process, once on every machine,
-    # which imports everything to look at it.
+    # The class is registered itself, not by name. For a name, upstream would start another
+    # process, once on every machine, which imports everything to inspect the class.
     for family in FAMILIES:
         for architecture in family.architectures:
             ModelRegistry.register_model(architecture, UpstreamModel)
 
 
 def platform() -> str | None:
-    """Return the platform of this machine, or None if one of upstream's is right.
+    """Return the platform of this machine, or None to use one of upstream's.
 
-    Upstream's are used on a CUDA machine with upstream's compiled kernels, on other accelerators,
-    and in CPU builds of upstream.
+    Upstream's platform is used on a CUDA machine with upstream's compiled kernels, on other
+    accelerators, and in CPU builds of upstream.
     """
     import importlib.metadata
     import importlib.util

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hinge of the sub-package: this folder first, upstream's folder second."""
+"""Entry of the sub-package: this folder is searched first, upstream's folder second."""
 
 import pkgutil
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m vllm.entrypoints.api_server`: upstream's OpenAI server plus the diffusion routes.
 
-It takes the arguments of `vllm serve`. Some defaults differ: the server listens on 127.0.0.1,
+It accepts the arguments of `vllm serve`. Some defaults differ: the server listens on 127.0.0.1,
 running requests get 30 s to finish at shutdown, and probes and `/metrics` are not logged.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import ServerConfigError
 
-# The engine's process imports this module too: what only the server needs is imported by functions.
+# The engine's process imports this module, too, so functions import what only the server needs.
 from vllm.diffusion.process import prestart
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ def main() -> None:
 
 
 def check_http(args: Namespace) -> None:
-    """Let uvicorn load its TLS files, so that a bad key ends the start before a model is loaded.
+    """Make uvicorn load its TLS files, so that a bad key ends the start before a model is loaded.
 
     Raises:
-        ServerConfigError: naming the arguments and what is wrong with them.
+        ServerConfigError: naming the arguments and the reason.
     """
     import uvicorn
     from fastapi import FastAPI
@@ -69,7 +69,7 @@ def check_http(args: Namespace) -> None:
 
 
 def parse_arguments() -> Namespace:
-    """Parse the command line, with our defaults; the model is given by `--model` or by position."""
+    """Parse the command line with our defaults; the model is given by `--model` or by position."""
     from vllm.diffusion.api.server import cli
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
@@ -86,7 +86,7 @@ def parse_arguments() -> Namespace:
         shutdown_timeout=30,
         disable_access_log_for_endpoints="/health,/ready,/metrics",
         model=None,
-        use_tqdm_on_load=sys.stderr.isatty(),  # a log file is not filled with bars
+        use_tqdm_on_load=sys.stderr.isatty(),  # keep progress bars out of log files
     )
     cli.add_arguments(parser)
     args: Namespace = parser.parse_args()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP: the `/generate` route, and the validation of every request."""
+"""The HTTP API: `/generate`, upstream's routes, and the validation of every request."""

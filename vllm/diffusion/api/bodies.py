@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of request bodies as sent, before upstream's models, whose errors differ in wording."""
+"""Checks of request bodies as the client sent them.
+
+They run before upstream's Pydantic models, whose error messages have another form.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,21 @@ from vllm.diffusion.request.fields import SPELLINGS, near_miss
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-MAX_IGNORED_FIELDS = 64  # fields of a request; each is compared with all parameters
-MAX_TOOLS = 1_024  # of a body; their schemas together are limited as all formats are
+# Each field of a request is compared with the names of all parameters.
+MAX_IGNORED_FIELDS = 64
+# Tools of one body. The size of their schemas is limited separately, like that of any format.
+MAX_TOOLS = 1_024
 MAX_MODEL_NAME_LENGTH = 1024
-MAX_LABELS = 128  # token ids whose probabilities are compared, as many as upstream's logprobs have
+MAX_LABELS = 128  # token ids to compare in one request, the limit of upstream's logprobs
 PROMPT = "a string, token ids, or a list of either, none of them empty"
 
-# Fields that upstream acts on and that cannot be had, with the values that ask for nothing.
+# Fields that upstream acts on and Mosaic does not support, with the values that have no effect.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "prompt_embeds": (),
 }
 
-# Fields that change no answer wherever they are taken.
+# Fields that never change an answer, on any route.
 WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -39,7 +44,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-# Fields that ask for something which a request does not get, unless they have one of these values.
+# Fields that request something Mosaic does not provide, with the values that have no effect.
 _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "reasoning": (),
@@ -52,7 +57,8 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Arguments of transformers' `apply_chat_template`, and what it makes of other fields of a body.
+# Arguments of `apply_chat_template` of transformers, and arguments that it derives from other
+# fields of a body.
 _TEMPLATE_ARGUMENTS = frozenset(
     {
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
@@ -63,7 +69,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
 
 
 def check_body(body: Any) -> None:
-    """Refuse a body of OpenAI's routes for what can be seen of single fields.
+    """Refuse a body of OpenAI's routes if one of its fields is invalid by itself.
 
     Raises:
         InvalidParameterError: naming the field.
@@ -78,10 +84,10 @@ def check_body(body: Any) -> None:
 
 
 def check_tools(body: Mapping[str, Any]) -> None:
-    """Refuse a body with too many tools before anything looks at each of them.
+    """Refuse a body with too many tools, before any code iterates over them.
 
     Raises:
-        InvalidParameterError: naming them.
+        InvalidParameterError: naming `tools`.
     """
     tools = body.get("tools")
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
@@ -93,7 +99,7 @@ def refuse_fields(given: Mapping[str, Any]) -> None:
     """Refuse fields that are not supported.
 
     Raises:
-        InvalidParameterError: naming the first of them.
+        InvalidParameterError: naming the first unsupported field.
     """
     check_tools(given)
     refuse_unsupported(given)
@@ -107,7 +113,7 @@ def refuse_canvas(given: Any) -> None:
     """Refuse `stream_canvas` on a route that sends no canvas.
 
     Raises:
-        InvalidParameterError: naming it.
+        InvalidParameterError: naming `stream_canvas`.
     """
     if given:
         wanted = "wanted false, or POST /v1/chat/completions"
@@ -115,7 +121,7 @@ def refuse_canvas(given: Any) -> None:
 
 
 def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return the names of fields that ask for something which the request does not get.
+    """Return the names of fields that request something Mosaic does not provide.
 
     Args:
         given: the fields of a body.
@@ -123,7 +129,7 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 
     Raises:
         InvalidParameterError: a name is almost that of a diffusion parameter, or there are too
-            many to look at.
+            many unknown fields to compare.
     """
     names = []
     for name, value in given.items():
@@ -144,10 +150,10 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
 def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> None:
     """Refuse arguments of the tokenizer among the variables of a chat template.
 
-    Upstream passes both to one function, where `max_length` beside `padding` fills the memory.
+    Upstream passes both to one function, where `max_length` with `padding` can exhaust the memory.
 
     Raises:
-        InvalidParameterError: naming the first of them.
+        InvalidParameterError: naming the first such argument.
     """
     names = given if isinstance(given, dict) else {}
     if len(names) > MAX_IGNORED_FIELDS:
@@ -161,10 +167,10 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
 
 
 def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
-    """Refuse the choice of a function that is not among the tools of a body.
+    """Refuse a chosen function that is not among the tools of the body.
 
     Raises:
-        InvalidParameterError: naming the field, and the functions that there are.
+        InvalidParameterError: naming the field and the available functions.
     """
     listed = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     functions = [tool.get("function", tool) for tool in listed]
@@ -175,7 +181,7 @@ def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
 
 
 def check_model_name(body: Mapping[str, Any]) -> None:
-    """Refuse a name of a model that is too long to repeat in an error or in the log.
+    """Refuse a model name that is too long to repeat in an error or in the log.
 
     Raises:
         InvalidParameterError: naming `model`.
@@ -187,15 +193,16 @@ def check_model_name(body: Mapping[str, Any]) -> None:
 
 
 def check_num_answers(body: Mapping[str, Any]) -> None:
-    """Refuse a body that asks for more answers than one request may have.
+    """Refuse a body that requests more answers than the limit for one request.
 
-    Each answer is a request to the engine, so a few bytes of `n` could keep it busy for hours.
+    Each answer is a request to the engine, so a large `n` could keep it busy for hours.
 
     Raises:
         InvalidParameterError: naming the prompts, conversations or items, and their number.
     """
     limit, given = envs.max_answers(), body.get("n")
-    n = given if isinstance(given, int) and 1 <= given <= MAX_CHOICES else 1  # refused elsewhere
+    # An invalid n is refused elsewhere.
+    n = given if isinstance(given, int) and 1 <= given <= MAX_CHOICES else 1
     for field in ("prompt", "messages", "items"):
         num_inputs = _num_inputs(body.get(field))
         if num_inputs * n > limit:
@@ -207,22 +214,22 @@ def check_num_answers(body: Mapping[str, Any]) -> None:
 
 
 def _num_inputs(given: Any) -> int:
-    """Return the number of prompts, conversations or items in a field of a body."""
+    """Return the number of prompts, conversations or items in the value of a field."""
     is_several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     return len(given) if is_several else 1
 
 
 def check_text_lengths(body: Mapping[str, Any], max_length: int) -> None:
-    """Refuse a body with a longer text than the model can read, before anything is done with it.
+    """Refuse a body with a text longer than the model's longest prompt, before other work.
 
-    A conversation counts as one text, because a template makes one of it.
+    A conversation counts as one text, because the template joins its messages.
 
     Args:
         body: the fields as sent.
-        most: the most characters of a text.
+        max_length: maximum number of characters of a text.
 
     Raises:
-        InvalidParameterError: naming the field, and the characters of its longest text.
+        InvalidParameterError: naming the field and the length of its longest text.
     """
     for field, value in body.items():
         is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
@@ -235,7 +242,7 @@ def check_text_lengths(body: Mapping[str, Any], max_length: int) -> None:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the strings of a JSON value, however deep it is nested."""
+    """Yield the strings of a JSON value at any depth."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -248,10 +255,10 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:
-    """Refuse a text that is too long for the model whatever it says, before it is tokenised.
+    """Refuse a text with more characters than `max_tokens` tokens can have, before tokenising it.
 
     Raises:
-        InvalidParameterError: naming the field, and its number of characters.
+        InvalidParameterError: naming the field and its number of characters.
     """
     max_length = max_tokens * tokenizer.max_chars_per_token
     if len(text) > max_length:
@@ -260,10 +267,10 @@ def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) ->
 
 
 def check_prompt(prompt: Any) -> None:
-    """Refuse a value that is no prompt of completions.
+    """Refuse a value that is not a prompt of `/v1/completions`.
 
     Raises:
-        InvalidParameterError: naming it.
+        InvalidParameterError: naming `prompt`.
     """
     if prompt is None or prompt in ("", []):
         raise InvalidParameterError("prompt", prompt, f"wanted {PROMPT}")

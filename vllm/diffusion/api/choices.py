@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine client for the HTTP handlers: a request for n answers becomes n requests.
+"""Engine client for the HTTP handlers that splits a request for n answers into n requests.
 
-Upstream splits such a request too, but passes on the engine's report of the last answer only. And
-it decides a streamed request only after the status line has been sent.
+Upstream splits such a request too, but it passes on only the engine's report of the last answer,
+and it decides a streamed request only after it has sent the status line.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-GRACE_S = 5.0  # for an engine that is inside a step when a timeout ends
+# Extra time for an engine that is inside a step when the timeout of a request expires.
+GRACE_S = 5.0
 
 
 class RequestTimedOut(GracefulHTTPError):
-    """HTTP 504: the request was not complete in time, and none of its answer has been sent."""
+    """HTTP 504: the request was not complete in time, and nothing of its answer has been sent."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 async def wait_for_first(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Wait for the first event, so that an error before it is raised here; then yield all events.
+    """Wait for the first event, then return a generator of all events.
 
-    So a stream that never begins can be answered with a status of its own.
+    An error before the first event is raised here, so that it can be answered with its own status.
     """
     first = await anext(events, None)
 
@@ -57,11 +58,11 @@ async def wait_for_first(events: AsyncGenerator[str, None]) -> AsyncGenerator[st
 
 
 class ChoicesClient:
-    """Upstream's engine client, with its own `generate`.
+    """Wrapper of upstream's engine client that replaces `generate`.
 
     Args:
         engine: upstream's client.
-        validator: decides requests of this engine.
+        validator: decides the parameters of requests to this engine.
     """
 
     def __init__(self, engine: EngineClient, validator: Validator) -> None:
@@ -74,15 +75,15 @@ class ChoicesClient:
     def generate(
         self, engine_input: Any, sampling: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Decide a request at once; start it when the first output is asked for.
+        """Decide the parameters of a request now; start it when the first output is requested.
 
         Yields:
-            what the engine yields, of one choice at a time; with RequestOutputKind.FINAL_ONLY once,
-            with all choices.
+            the engine's outputs, each with one choice; with RequestOutputKind.FINAL_ONLY a single
+            output with all choices.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
-            GenerationError: from the generator, if the engine could not go on.
+            GenerationError: raised by the generator if the engine failed.
         """
         if is_decided(sampling):
             decided = sampling.extra_args[DECISION]
@@ -107,13 +108,15 @@ class ChoicesClient:
 async def stream_outputs(
     engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the engine's outputs of a request; count it as aborted if nobody waits for its end.
+    """Yield the engine's outputs of a request, and count the request as aborted if it is
+    cancelled.
 
-    The engine cannot count it: it hears of an abort also when a stop string has ended an answer.
+    The engine cannot count aborts, because it also receives one whenever a stop string has ended
+    an answer.
 
     Raises:
-        GenerationError: if the engine could not go on.
-        RequestTimedOut: the answer is wanted as a whole, and was not complete in time.
+        GenerationError: the engine failed.
+        RequestTimedOut: the answer is not streamed and was not complete in time.
     """
     is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
     is_delta = sampling.output_kind == RequestOutputKind.DELTA
@@ -127,7 +130,8 @@ async def stream_outputs(
                 report = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
                 if "trajectory" in report and isinstance(completion.stop_reason, str):
-                    # The engine knows no stop strings.
+                    # The engine does not process stop strings, so its trajectory lacks their
+                    # effect.
                     report["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}
                 if reason == "error":
                     raise GenerationError(report.get("error", "the engine failed"))
@@ -144,10 +148,10 @@ async def stream_outputs(
 async def _in_time(
     outputs: AsyncIterator[RequestOutput], timeout_s: float | None
 ) -> AsyncIterator[RequestOutput]:
-    """Yield outputs; raise if a stuck engine has not ended the request `GRACE_S` after its timeout.
+    """Yield outputs; raise if the engine has not ended the request `GRACE_S` after its timeout.
 
     Raises:
-        RequestTimedOut: the engine has been silent for `GRACE_S` since it should have ended.
+        RequestTimedOut: the engine is stuck: `GRACE_S` have passed since the timeout.
     """
     if timeout_s is None:
         async for output in outputs:
@@ -167,10 +171,10 @@ async def _in_time(
 
 
 async def final_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """Return the newest output of a request that has ended.
+    """Return the last output of a request.
 
     Raises:
-        GenerationError: there was none.
+        GenerationError: the request ended without an output.
     """
     latest = None
     async for output in outputs:
@@ -181,7 +185,7 @@ async def final_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 class TaskScope:
-    """Context that cancels its unfinished tasks when it is left."""
+    """Context manager that cancels its unfinished tasks on exit."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as clients send them, in the form that upstream's models and templates read.
+"""Conversion of conversations as clients send them to the form of upstream's models and templates.
 
-Clients write texts in the parts of several APIs. Here they all become parts of type `text`, and a
-single part becomes a string. What is no text is refused by its path before upstream's models read
-it: they report every alternative of a union, and some of it too late to say where it was.
+Clients send texts in the parts of several APIs. Here all of them become parts of type `text`, and
+a single part becomes a string. A part without text is refused by its path, before upstream's
+models parse it: their errors list every alternative of a union, and some come too late to name the
+path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# Parts that hold a text, of chat completions and of responses, and the key of the text.
+# Types of parts that hold a text, in chat completions and in responses, and the key of the text.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 OF_CHAT = frozenset({"thinking", "tool_reference"})
 OF_MESSAGES = frozenset(
@@ -31,10 +32,10 @@ OF_MESSAGES = frozenset(
 
 
 def read_chat(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
-    """Return the messages of a chat completion, with texts and calls in upstream's form.
+    """Return the messages of a chat completion, with texts and tool calls in upstream's form.
 
     Raises:
-        InvalidParameterError: naming the path of what is no conversation.
+        InvalidParameterError: naming the path of the invalid value.
     """
     return [
         {**_read_calls(message, place), "content": _as_content(message["content"])}
@@ -43,10 +44,10 @@ def read_chat(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
 
 
 def read_anthropic(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
-    """Return Anthropic's messages, with texts as blocks of type `text`, also those of results.
+    """Return Anthropic's messages, with all texts, also in tool results, as blocks of type `text`.
 
     Raises:
-        InvalidParameterError: naming the path of what is no conversation.
+        InvalidParameterError: naming the path of the invalid value.
     """
     turns = []
     for place, message in _read(messages, field, OF_MESSAGES):
@@ -58,23 +59,23 @@ def read_anthropic(messages: Any, field: str = "messages") -> list[dict[str, Any
 
 
 def read_texts(content: Any, field: str) -> Any:
-    """Return a content of texts alone: a string, or a list of parts of type `text`.
+    """Return a content that holds only texts: a string, or a list of parts of type `text`.
 
     Raises:
-        InvalidParameterError: naming the path of what is no text.
+        InvalidParameterError: naming the path of the part that is not a text.
     """
     return _read_content(content, field, frozenset())
 
 
 def joined(content: Any) -> str:
-    """Return the text of a content, with a line for each part, as upstream joins them."""
+    """Return the parts of a content joined by newlines, as upstream joins them."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part if isinstance(part, str) else part.get("text", "") for part in content)
 
 
 def _read(messages: Any, field: str, others: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the path of each message, and the message with a content whose parts are read."""
+    """Return the path of each message, and the message with its parts converted."""
     if not isinstance(messages, list) or not messages:
         raise InvalidParameterError(field, messages, "wanted a list of messages, at least one")
     checked = []
@@ -119,7 +120,10 @@ def _read_part(part: Any, field: str, others: Collection[str]) -> dict[str, Any]
 
 
 def _as_content(content: Any) -> Any:
-    """Return one text as a string; several stay parts, as the template decides what joins them."""
+    """Return a single text as a string.
+
+    Keep several parts, because the template decides how to join.
+    """
     if isinstance(content, list) and not content:
         return ""
     if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
@@ -128,9 +132,9 @@ def _as_content(content: Any) -> Any:
 
 
 def _read_calls(message: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """Check the calls of an assistant's message; null ones are none.
+    """Return a message with its tool calls checked; a null list counts as no calls.
 
-    The older form, `function_call` and the role `function`, becomes that of tools.
+    The older form (`function_call` and the role `function`) is converted to tool calls.
     """
     read = dict(message)
     calls, older = read.pop("tool_calls", None), read.pop("function_call", None)
@@ -167,7 +171,7 @@ def _check_function(function: Any, field: str) -> None:
 
 
 def check_call(function: Mapping[str, Any], field: str) -> None:
-    """Refuse a call without a name, or whose arguments are no text.
+    """Refuse a call without a name, or with arguments that are not a string.
 
     Raises:
         InvalidParameterError: naming the path.
@@ -175,7 +179,8 @@ def check_call(function: Mapping[str, Any], field: str) -> None:
     _check_text(function, "name", field)
     _check_text(function, "arguments", field, "wanted a string of JSON")
     place, arguments = f"{field}.arguments", function["arguments"]
-    try:  # upstream reads it, too, if it is JSON
+    # Upstream parses the arguments too if they are valid JSON.
+    try:
         value = json.loads(arguments)
     except json.JSONDecodeError:
         return
@@ -193,7 +198,7 @@ def _check_text(
 
 
 def _read_result(block: dict[str, Any], place: str, index: int) -> dict[str, Any]:
-    """Read the content of a tool's result, whose texts become one."""
+    """Return a tool result whose text parts are joined to one text."""
     if block["type"] != "tool_result" or not isinstance(block.get("content"), list):
         return block
     field = f"{place}.content[{index}].content"
@@ -204,10 +209,10 @@ def _read_result(block: dict[str, Any], place: str, index: int) -> dict[str, Any
 
 
 def read_items(items: Any, field: str = "input") -> Any:
-    """Return the input of a response: a string, or items with texts in upstream's form.
+    """Return the input of `/v1/responses`: a string, or items with texts in upstream's form.
 
     Raises:
-        InvalidParameterError: naming the item, and what is wrong with it.
+        InvalidParameterError: naming the item and the reason.
     """
     if isinstance(items, str):
         return items
@@ -232,7 +237,8 @@ def _read_message_item(item: Mapping[str, Any], field: str) -> dict[str, Any]:
         raise InvalidParameterError(f"{field}.role", role, f"wanted one of: {', '.join(ROLES)}")
     content = read_texts(item.get("content"), f"{field}.content")
     if isinstance(content, list):
-        if role == "assistant":  # of its parts upstream reads the first one alone
+        # Upstream reads only the first part of an assistant's message.
+        if role == "assistant":
             part = {"type": "output_text", "text": joined(content), "annotations": []}
             content = [part]
         elif len(content) > 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-sent events, with canvases between the chunks of an answer.
 
-A reader that is slow, or stops reading, blocks nothing: for every choice only the newest canvas
-waits, older ones are dropped, and upstream joins deltas that were not fetched.
+A slow or stalled reader does not block the engine. For every choice only the latest canvas is
+kept, older canvases are dropped, and upstream joins deltas that were not fetched.
 """
 
 from __future__ import annotations
@@ -29,27 +29,31 @@ DONE = event("[DONE]")
 
 
 class StreamMerger:
-    """Collects the scheduler's reports and canvases from outputs on their way to a handler.
+    """Collects reports and canvases from the engine's outputs before a handler receives them.
 
     Args:
         num_choices: number of answers.
 
     Attributes:
-        reports: newest report of every choice.
+        reports: latest report of every choice.
     """
 
     def __init__(self, num_choices: int = 1) -> None:
         self.reports: dict[int, dict[str, Any]] = {}
         self._num_choices = num_choices
         self._num_ended = 0
-        self._canvases: dict[int, dict[str, Any]] = {}  # those that nobody has taken yet
+        self._canvases: dict[int, dict[str, Any]] = {}  # canvases that have not been sent yet
         self._news = asyncio.Event()
 
     def feed(self, output: RequestOutput, first_choice: int = 0) -> bool:
-        """Note the report and canvas of an output, whose choices count from `first_choice`.
+        """Store the report and the canvas of an output.
+
+        Args:
+            output: an output of the engine.
+            first_choice: number of the choice that the output's choice 0 belongs to.
 
         Returns:
-            whether there is more to the output than that.
+            whether the output also has tokens or a finish reason for the handler.
         """
         for index, report in reports_by_choice(output).items():
             choice = first_choice + index
@@ -62,7 +66,7 @@ class StreamMerger:
 
     @property
     def timeout(self) -> str | None:
-        """Error of an answer whose time was over; None if there is none."""
+        """Error message of the first answer that timed out, or None."""
         return next(filter(None, map(timeout_in, self.reports.values())), None)
 
     @property
@@ -73,11 +77,11 @@ class StreamMerger:
     async def merge(
         self, chunks: AsyncGenerator[str, None], canvas_event: Callable[[int, dict[str, Any]], str]
     ) -> AsyncGenerator[str, None]:
-        """Yield `chunks`, and before each the canvases that came meanwhile.
+        """Yield `chunks`, and before each chunk the canvases that arrived in the meantime.
 
         Args:
-            chunks: a handler's events. The handler goes on while canvases are sent.
-            canvas_event: function of a choice and its packed canvas that returns the event.
+            chunks: a handler's events. The handler continues while canvases are sent.
+            canvas_event: function that formats the event for a choice and its packed canvas.
         """
         async with aclosing(chunks):
             while True:

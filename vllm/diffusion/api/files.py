@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of web pages, served unchanged: nothing is built, and nothing is loaded from elsewhere."""
+"""Files of the web pages, served unchanged: no build step, and no resources from other hosts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class WebFile:
-    """A file of a web page, with the headers of its answers.
+    """A file of a web page, with the headers of its responses.
 
     Attributes:
-        pictures: sources of a page's pictures, in the syntax of its policy.
+        pictures: allowed image sources of the page, in the syntax of `Content-Security-Policy`.
     """
 
     content: bytes
@@ -43,13 +43,13 @@ class WebFile:
 
     @classmethod
     def read(cls, path: Path, pictures: str = "'self'") -> WebFile:
-        """Read the file at `path`, whose suffix gives its media type."""
+        """Read the file at `path`, whose suffix determines its media type."""
         content = path.read_bytes()
         etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         return cls(content, _TYPES[path.suffix], etag, pictures)
 
     def response(self, request: Request) -> Response:
-        """Answer a request with the file, or with 304 if the client has it."""
+        """Return the file, or status 304 if the client's cached copy is current."""
         policy = (
             "default-src 'none'; script-src 'self'; style-src 'self'; "
             f"img-src {self.pictures}; connect-src 'self'; form-action 'none'; base-uri 'none'; "

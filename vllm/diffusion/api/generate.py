@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /generate`: from a body to requests of the engine, and from their outputs to an answer."""
+"""`POST /generate`: converts a body to engine requests, and their outputs to an answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Choice:
-    """One answer to generate: a prompt that is ready for the engine, and its parameters."""
+    """One answer to generate: a tokenised prompt and its parameters."""
 
     request_id: str
     engine_input: Any
@@ -76,12 +76,12 @@ class _Choice:
 
 
 class GenerateHandler:
-    """Serves `/generate` over one engine.
+    """Handler of `/generate` for one engine.
 
     Args:
         engine: the engine's client.
-        validator: decides requests of this engine.
-        model_names: names under which the model is served; the first is reported.
+        validator: decides the parameters of requests to this engine.
+        model_names: names under which the model is served; answers report the first.
         chat_params: template settings of the server.
     """
 
@@ -99,7 +99,7 @@ class GenerateHandler:
         self._chat_params = chat_params
 
     async def choices(self, body: GenerateBody, request_id: str) -> list[_Choice]:
-        """Check a body and make its choices: anything refused is refused here.
+        """Check a body and return its choices; all checks happen here.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
@@ -126,7 +126,7 @@ class GenerateHandler:
         return choices
 
     async def answer(self, body: GenerateBody, request_id: str) -> GenerateResponse:
-        """Run a request to its end; cancelling this coroutine aborts it."""
+        """Run a request and return its answer. Cancelling this coroutine aborts the request."""
         choices = await self.choices(body, request_id)
         async with TaskScope() as tasks:
             finals = await asyncio.gather(
@@ -135,10 +135,11 @@ class GenerateHandler:
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
-        """Yield server-sent events: the growing prefix of each answer, the whole answer, [DONE].
+        """Yield server-sent events: the growing prefix of each answer, the whole answer, then
+        `[DONE]`.
 
         Raises:
-            RequestTimedOut: HTTP 504, before there is an event.
+            RequestTimedOut: HTTP 504, raised before the first event.
         """
         events = self._stream(choices, request_id)
         is_timed = any(choice.decided.timeout_s is not None for choice in choices)
@@ -165,7 +166,8 @@ class GenerateHandler:
         except VLLMError as error:
             if isinstance(error, RequestTimedOut) and not is_begun:
                 raise
-            # The status line is gone: the error is an event, in the shape of an error answer.
+            # The status line has been sent, so the error is an event with the content of an error
+            # answer.
             yield event(str(create_error_response(error).model_dump_json()))
         yield DONE
 
@@ -177,12 +179,12 @@ class GenerateHandler:
         before: RequestOutput | None,
         output: RequestOutput,
     ) -> Iterator[str]:
-        """Yield the news in an output: the canvas, and the prefix if it has grown or ended."""
+        """Yield the canvas of an output, and the answer's prefix if it has grown or ended."""
         report, completion = reports_by_choice(output).get(0, {}), output.outputs[0]
         if "canvas" in report:
             canvas = CanvasState.of(report["canvas"], self._token_texts)
-            found_canvas = GenerateCanvas(id=request_id, index=index, canvas=canvas)
-            yield found_canvas.model_dump_json(exclude_none=True)
+            event_canvas = GenerateCanvas(id=request_id, index=index, canvas=canvas)
+            yield event_canvas.model_dump_json(exclude_none=True)
         if completion.token_ids:
             text = completion.text
             yield GenerateChunk(
@@ -249,7 +251,7 @@ class GenerateHandler:
 
 
 def _request_values(body: GenerateBody) -> dict[str, Any]:
-    """Return the parameters of a body under canonical names; unknown fields are refused.
+    """Return the parameters of a body by canonical name; refuse misspelt and unsupported fields.
 
     Raises:
         InvalidParameterError: naming the field.
@@ -270,7 +272,7 @@ def _request_values(body: GenerateBody) -> dict[str, Any]:
 
 
 def _sampling(body: GenerateBody, decided: DiffusionParams) -> SamplingParams:
-    """Make the parameters for upstream's front end; all others are in the decision."""
+    """Return the parameters that upstream's front end uses; all others are in the decision."""
     return SamplingParams(
         temperature=0.0,
         logprobs=None if decided.logprob_token_ids else body.logprobs,
@@ -294,7 +296,7 @@ def _answer_ids(completion: Any, decided: DiffusionParams) -> list[int]:
 
 
 def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
-    """Return the log probabilities of the answer's tokens, without the one that ended it."""
+    """Return the log probabilities of the answer's tokens, without the token that ended it."""
     return [
         TokenLogprob(
             **_alternative(token, by_token[token]).model_dump(),
@@ -307,7 +309,9 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
 
 
 def _top(by_token: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
-    """Return the named tokens, else the most likely ones, with their log probabilities."""
+    """Return the log probabilities of the named tokens, or of the most likely ones if none is
+    named.
+    """
     tokens = decided.logprob_token_ids
     if not tokens:
         tokens = tuple(sorted(by_token, key=lambda token: by_token[token].rank)[: decided.logprobs])

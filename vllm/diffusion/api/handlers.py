@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rebuilds handlers of upstream's server: the only place that changes their class."""
+"""Rebuilding upstream's handlers as subclasses: the only place that changes their class."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 
 def rebuild_as(handler: Any, kind: type[Any], **attributes: Any) -> Any:
-    """Return a copy of a handler, which keeps the server's arguments.
+    """Return a copy of a handler as an instance of `kind`, with the handler's attributes.
 
-    Its constructor is not called: it wants all that upstream's server knows when it makes one.
+    The constructor of `kind` is not called, because it requires all arguments of upstream's
+    server.
 
     Args:
-        handler: upstream's, or one of ours; it is left as it is.
+        handler: upstream's handler, or one of ours; it is not changed.
         kind: class of the copy, derived from upstream's.
-        attributes: what differs, such as `engine_client`, which runs the handler's requests.
+        attributes: attributes to replace, such as `engine_client`, which runs the requests.
     """
-    made = copy(handler)
-    made.__class__ = kind
-    vars(made).update(attributes)
-    return made
+    rebuilt = copy(handler)
+    rebuilt.__class__ = kind
+    vars(rebuilt).update(attributes)
+    return rebuilt

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings of requests that may call functions: they act on text, never within a call.
+"""Stop strings of requests that may call functions: they apply to text, never within a call.
 
-An answer that begins with "<" is a call, and no other answer begins so. A stop string that stands
-in a call's name, arguments or frame would leave a part of it that no client can read.
+An answer that begins with "<" is a call, and no other answer begins like this. A stop string
+within a call's name, arguments or tags would truncate the call so that no client can parse it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _upstreams = IncrementalDetokenizer.from_new_request
 
 
 class _OutsideCalls:
-    """Detokenizer without stop strings as soon as the text is a call."""
+    """Detokenizer that ignores stop strings once the text is a call."""
 
     output_text: str = ""
     _stop: list[str]
@@ -47,7 +47,7 @@ class _Slow(_OutsideCalls, SlowIncrementalDetokenizer):
 
 
 def install() -> None:
-    """Let requests that may call functions have these detokenizers in this process."""
+    """Use these detokenizers, in this process, for requests that may call functions."""
     IncrementalDetokenizer.from_new_request = staticmethod(_from_new_request)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of `vllm.diffusion.metrics` in Prometheus' registry, which `/metrics` serves."""
+"""Metrics of `vllm.diffusion.metrics` in the Prometheus registry that `/metrics` serves."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ _REASONS = frozenset(
     }
 )
 _parts_aborted: ContextVar[list[bool] | None] = ContextVar("_parts_aborted", default=None)
-_installed: list[DiffusionStatLogger] = []  # of this process's newest diffusion engine
+# logger of the latest diffusion engine of this process, or empty
+_installed: list[DiffusionStatLogger] = []
 
 
 @cache
 def _collector(metric: Metric) -> Any:
-    """Return the metric's one collector of this process."""
+    """Return the collector of a metric, which exists once per process."""
     if metric.kind == "histogram":
         return Histogram(metric.name, metric.doc, metric.labels, buckets=metric.buckets)
     if metric.kind == "gauge":
-        # Several server processes may hear from one engine: the latest word counts.
+        # Several server processes may record metrics of one engine: the latest value counts.
         return Gauge(metric.name, metric.doc, metric.labels, multiprocess_mode="mostrecent")
     return Counter(metric.name, metric.doc, metric.labels)
 
 
 class DiffusionStatLogger(AggregateStatLoggerBase):
-    """Extracts the scheduler's observations from upstream's statistics of a step.
+    """Records the scheduler's observations, which upstream's statistics of a step carry.
 
     Attributes:
-        waiting: reason for which each request waits, by the engine's ids.
+        waiting: reason why each request waits, by the engine's request id.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
@@ -65,7 +66,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         self._samples: dict[tuple[str, int, str], Any] = {}
         self.waiting: dict[str, str] = {}
         for metric in METRICS:
-            if metric.label is None and not metric.facts:  # served from the start, at zero
+            if metric.label is None and not metric.facts:  # exported from the start, with value 0
                 for engine in engine_indexes:
                     self._of(metric, engine)
         for engine in engine_indexes:
@@ -97,20 +98,20 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                     self._of(metric, engine_idx).observe(float(value))
 
     def runs_on(self, build_info: Mapping[str, str]) -> None:
-        """Serve the build info of the engine."""
+        """Export the build info of the engine."""
         values = {"model_name": self._model_name, **build_info}
         _collector(BUILD_INFO).labels(*(values[name] for name in BUILD_INFO.labels)).set(1)
 
     def aborted(self) -> None:
-        """Count a request whose client went away."""
+        """Count a request whose client disconnected."""
         self._of(REQUESTS_ABORTED, 0).inc()
 
     def refused(self, reason: str, amount: int = 1) -> None:
-        """Count requests that the server itself turned away."""
+        """Count requests that the server refused."""
         self._of(REQUESTS_REFUSED, 0, reason).inc(amount)
 
     def log_engine_initialized(self) -> None:
-        """Log nothing."""
+        """Log nothing; upstream calls this method at start."""
 
     def _of(self, metric: Metric, engine: int, label: str = "") -> Any:
         key = (metric.name, engine, label if metric.label else "")
@@ -123,7 +124,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
 
 
 def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
-    """Let the engine's client record our metrics too, unless statistics are disabled.
+    """Make the engine's client record our metrics too, unless statistics are disabled.
 
     Args:
         engine: the client.
@@ -139,14 +140,15 @@ def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
 
 
 def begin_request() -> None:
-    """Begin a request of a client, which this task and those that it starts work on."""
+    """Mark the start of a client's request for this task and the tasks that it starts."""
     _parts_aborted.set([])
 
 
 def count_abort() -> None:
-    """Count a request whose client went away before its answer was complete.
+    """Count a request whose client disconnected before its answer was complete.
 
-    Of the parts of one request, answers and readings, the first one that ends so is counted.
+    A request may have several parts (answers and score queries). Only the first aborted part
+    counts.
     """
     parts = _parts_aborted.get()
     if parts:
@@ -158,14 +160,14 @@ def count_abort() -> None:
 
 
 def count_refusal(reason: str) -> None:
-    """Count a request refused for `reason`: a field's name, or a limit.
+    """Count a request refused for `reason`, which is the name of a field or of a limit.
 
-    Names that a client made up count as `other`, so that no client can fill the registry.
+    Unknown names count as `other`, so that clients cannot fill the registry with labels.
     """
     for logger in _installed:
         logger.refused(reason if reason in _REASONS else "other")
 
 
 def waiting() -> dict[str, str]:
-    """Return, by the engine's request id, the last reported reason for which each request waits."""
+    """Return the last reported reason why each request waits, by the engine's request id."""
     return {req_id: reason for logger in _installed for req_id, reason in logger.waiting.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Body and answer of `POST /generate`.
 
-The body's diffusion parameters are the table `fields.FIELDS` (see `schema`).
+The diffusion parameters of the body come from the table `fields.FIELDS` (see `schema`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm.exceptions import VLLMNotFoundError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-OF_ROUTERS = "return_hidden_states"  # in each body of /generate that `vllm-router` has rewritten
+# field that `vllm-router` adds to each /generate body that it rewrites
+OF_ROUTERS = "return_hidden_states"
 
 
 class GenerateBody(BaseModel):
@@ -54,7 +55,7 @@ class GenerateBody(BaseModel):
         description="return text; false leaves `text` empty and saves the time of detokenisation",
     )
     stream: bool = Field(False, description="stream the answer as server-sent events")
-    # Clients send it to every model: named in `diffusion.ignored`.
+    # Clients send it to every model, so it is accepted and listed in `diffusion.ignored`.
     reasoning_effort: str | None = Field(
         None, description="accepted and ignored; listed in `diffusion.ignored`"
     )
@@ -94,13 +95,13 @@ def check_model(name: str | None, served: Sequence[str]) -> None:
 
 
 def set_priority(body: Any, headers: Mapping[str, str]) -> None:
-    """Take the priority of upstream's header, which overrides the body's, as on OpenAI's routes."""
+    """Apply upstream's priority header, which overrides the body's field, as on OpenAI's routes."""
     if PRIORITY_HEADER in headers:
         body.priority = int(headers[PRIORITY_HEADER])
 
 
 def check_body(body: GenerateBody) -> None:
-    """Refuse a body for what can be checked without the model.
+    """Refuse a body that is invalid for every model.
 
     Raises:
         InvalidParameterError: naming the field.
@@ -123,10 +124,10 @@ def check_body(body: GenerateBody) -> None:
 
 
 def split_prompt(prompt: Any) -> list[str] | list[list[int]]:
-    """Return one prompt or several as a list of prompts.
+    """Return one prompt or several prompts as a list of prompts.
 
     Raises:
-        InvalidParameterError: for anything but a string, token ids, or a list of either.
+        InvalidParameterError: the value is not a string, token ids, or a list of either.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -147,9 +148,9 @@ def _are_token_ids(value: Any) -> bool:
 
 
 class Usage(BaseModel):
-    """Token counts; completion tokens include the stop token where one ended the answer.
+    """Token counts. Completion tokens include the stop token if one ended the answer.
 
-    `token_ids` of the answer leave it out, so that they may be one fewer.
+    `token_ids` of the answer exclude it, so they may be one fewer.
     """
 
     prompt_tokens: int
@@ -158,7 +159,7 @@ class Usage(BaseModel):
 
 
 class AlternativeToken(BaseModel):
-    """A token and its natural log probability, -9999 for none at all."""
+    """A token and its natural log probability, which is -9999 instead of minus infinity."""
 
     token_id: int
     token: str
@@ -196,9 +197,10 @@ class GenerateResponse(BaseModel):
     diffusion: DiffusionReport
 
     def encode(self) -> bytes:
-        """Return the answer as JSON, without fields that were not asked for.
+        """Return the answer as JSON, without fields that were not requested.
 
-        A trajectory has thousands of numbers, which json.dumps writes slowly while all wait.
+        The JSON is encoded by msgspec, because a trajectory has thousands of numbers, which
+        json.dumps writes slowly while it blocks the event loop.
         """
         unused = {name for name in ("logprobs", "trajectory") if getattr(self, name) is None}
         content = {**self.model_dump(exclude=unused), "diffusion": self.diffusion.content()}
@@ -209,7 +211,7 @@ class GenerateChunk(BaseModel):
     """A server-sent event before the last: the finished prefix of answer `index` so far.
 
     Attributes:
-        delta: what `text` has more than in the event before.
+        delta: text added since the previous event.
     """
 
     id: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renderer of conversations and prompts: upstream's, with refusals that name the field.
 
-Every route and the offline `LLM` tokenise through it, so it is the last place where a text or an
+All routes and the offline `LLM` tokenise with it, so it is the last place where a text or an
 argument of the chat template can be refused.
 """
 
@@ -44,7 +44,9 @@ class DiffusionRenderer(HfRenderer):
             raise _refusal(error, messages, params) from None
 
     def _with_tools(self, messages: Any, params: Any) -> tuple[list[Any], Any]:
-        """Check messages and arguments, and write what the template does not write of tools."""
+        """Check messages and arguments, and add tools to the messages if the template does not
+        list them.
+        """
         _check(messages, params)
         given = params.chat_template_kwargs
         template = resolve_chat_template(
@@ -66,11 +68,11 @@ class DiffusionRenderer(HfRenderer):
 
 
 def _check(messages: Any, params: Any) -> None:
-    """Refuse texts and arguments with which upstream's renderer fails, or fills the memory."""
+    """Refuse texts and arguments that make upstream's renderer fail or exhaust the memory."""
     refuse_lone_surrogates(messages, "messages")
     given = params.chat_template_kwargs
     check_template_kwargs({name: given[name] for name in given if name not in _OF_UPSTREAM})
-    # Upstream's own routes ask for false; true would let the tokenizer pad.
+    # Upstream's own routes pass false. The value true would make the tokenizer pad.
     if given.get("tokenize"):
         check_template_kwargs({"tokenize": given["tokenize"]})
     if params.chat_template is not None:
@@ -90,7 +92,7 @@ def parse(template: str) -> None:
     """Parse a chat template as upstream does.
 
     Raises:
-        TemplateSyntaxError: it is none.
+        TemplateSyntaxError: the template is not valid Jinja.
     """
     jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -100,14 +102,14 @@ def parse(template: str) -> None:
 
 
 def _refusal(error: Exception, messages: Any, params: Any) -> Exception:
-    """Return the refusal for an error of rendering, in one line that names the field."""
+    """Return the refusal for a rendering error: one line that names the field."""
     if isinstance(error, InvalidParameterError):
         return RequestRefused(error)
     cause = error.__cause__ if isinstance(error, VLLMValidationError) else error
     if not isinstance(cause, Exception):
         return error
     reason = " ".join(str(cause).split())
-    if type(cause) is jinja2.TemplateError:  # the template's own `raise_exception`
+    if type(cause) is jinja2.TemplateError:  # raised by `raise_exception` in the template
         wanted = f"the chat template refuses them: {reason}"
         return RequestRefused(InvalidParameterError("messages", messages, wanted))
     given = params.chat_template or "the checkpoint's"

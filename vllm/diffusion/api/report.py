@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of an answer's denoising: one at the end, and canvases before."""
+"""Reports about the denoising of an answer: a final report, and canvases of the steps."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ if TYPE_CHECKING:
 
 
 class DiffusionReport(BaseModel):
-    """How the answers were denoised; sums and maxima where there are several.
+    """How the answers of a request were denoised; several answers are summed, or their maximum
+    taken.
 
     Attributes:
-        steps: denoise steps asked for; null where nothing bounds them.
-        num_steps: denoise steps of the answers; accepted drafts let a forward serve several.
-        num_forwards: forwards that were run.
-        num_forwards_saved: forwards that were not, because the answer was complete, a step would
-            have committed nothing, or a draft was accepted. A lower bound where the number of steps
-            does not set the pace.
-        states_drafted, states_accepted: drafts, and those of them that were accepted.
-        steps_per_forward: steps that a forward served.
-        num_end_tokens: canvas positions from the token that ended an answer on, which are no part
-            of it: of an empty answer all.
-        tokens_per_forward: canvas tokens committed per forward.
+        steps: requested number of denoising steps; null if the number is not limited.
+        num_steps: denoising steps of the answers; an accepted draft adds a step without a forward
+            pass.
+        num_forwards: forward passes that were run.
+        num_forwards_saved: forward passes that were not needed, because the answer was complete, a
+            step would have committed nothing, or a draft was accepted. It is a lower bound if the
+            number of steps does not determine how many tokens a step commits.
+        states_drafted, states_accepted: number of drafts, and of accepted drafts.
+        steps_per_forward: denoising steps per forward pass.
+        num_end_tokens: canvas positions from the token that ended an answer to the end of the
+            canvas. They are not part of the answer; an empty answer counts all positions.
+        tokens_per_forward: canvas tokens committed per forward pass.
         queue_ms, denoise_ms: longest wait, and longest time from admission to the last token.
-        seeds: seed of every answer, to repeat it.
-        ignored: fields of the request that did not act.
-        replaced_by: of those that are of older versions, what does the same now.
-        peak_bytes, average_bytes: of the activation pool on one GPU, most in use at any time of
-            the steps of these answers, and in that step on average.
-        budget_bytes: of the pool.
-        infilled: per answer, tokens that replaced mask tokens of the prompt, by position.
-        trajectories: per answer, how it came about, where that was asked for.
-        error: why an answer is not complete, where one is not.
+        seeds: seed of every answer, with which it can be repeated.
+        ignored: fields of the request that had no effect.
+        replaced_by: for ignored fields of older versions, the field that has their effect now.
+        peak_bytes, average_bytes: bytes in use in the activation pool of one GPU: the maximum over
+            the steps of these answers, and the average during that step.
+        budget_bytes: size of the activation pool.
+        infilled: per answer, the tokens that replaced mask tokens of the prompt, by position.
+        trajectories: per answer, the recorded denoising steps, if they were requested.
+        error: why an answer is incomplete, if one is.
     """
 
     steps: int | None
@@ -66,7 +68,7 @@ class DiffusionReport(BaseModel):
 
     @classmethod
     def of(cls, messages: Iterable[Mapping[str, Any]]) -> DiffusionReport:
-        """Sum up what the scheduler reported of answers; aborted ones have no report."""
+        """Combine the scheduler's reports about answers; aborted answers have no report."""
         messages = list(messages)
         reports = [m for m in messages if "num_forwards" in m]
         forwards = sum(r["num_forwards"] for r in reports)
@@ -99,12 +101,12 @@ class DiffusionReport(BaseModel):
         )
 
     def content(self) -> dict[str, Any]:
-        """Return the report as JSON, without fields that only some answers have."""
+        """Return the report as JSON, without optional fields that have no value."""
         return self.model_dump(exclude={n for n in _RARE if getattr(self, n) is None})
 
 
-_INCOMPLETE = "\ufffd"  # as which tokenizers write bytes that are no whole character
-_MAX_CHARACTER_BYTES = 4  # of a character in UTF-8
+_INCOMPLETE = "\ufffd"  # replacement character that tokenizers write for an incomplete character
+_MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
 _RARE = ("replaced_by", "infilled", "trajectories", "error")
 _REPLACED_BY = {
     "guided_json": "structured_outputs.json",
@@ -116,13 +118,18 @@ _REPLACED_BY = {
 
 
 def trajectories_in(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None] | None:
-    """Return the trajectories of answers, null for one that was aborted; None if there are none."""
+    """Return the trajectories of answers, with null for an aborted answer, or None if there are
+    none.
+    """
     trajectories = [m.get("trajectory") for m in messages]
     return trajectories if any(trajectories) else None
 
 
 class TokenTexts:
-    """Texts of single tokens. Each is decoded once, as canvases repeat them in every step."""
+    """Texts of single tokens.
+
+    Each text is decoded once, because canvases repeat tokens in every step.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -136,10 +143,10 @@ class TokenTexts:
         return [self._known[token] for token in token_ids]
 
     def in_turn(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds to those before it; together they are the text.
+        """Return the text that each token adds to the text of the tokens before it.
 
-        Of several tokens that are bytes of one character, the last one has the character. A
-        prompt's first token is written alone, as upstream writes it.
+        If several tokens are bytes of one character, the last one has the character. The first
+        token of a prompt is decoded alone, as upstream does it.
         """
         texts = self.of(list(token_ids))
         part: list[int] = []
@@ -152,7 +159,8 @@ class TokenTexts:
                 texts[index] = ""
                 continue
             texts[index] = whole
-            if index == len(part) - 1 and len(part) > 1:  # the first token of the prompt is in it
+            # The character includes the first token of the prompt.
+            if index == len(part) - 1 and len(part) > 1:
                 texts[0], texts[index] = _INCOMPLETE, whole[1:]
             part.clear()
         if part:
@@ -161,18 +169,18 @@ class TokenTexts:
 
 
 class CanvasState(BaseModel):
-    """The canvas of an answer after a denoise step; the lists have one entry per position.
+    """The canvas of an answer after a denoising step; lists have one entry per position.
 
     Attributes:
-        step: number of the step, from 1; a slow reader gets the newest one and misses others.
-        token_ids: committed tokens; where `committed` is false the newest proposal, which may
-            still change, or the mask token where there is none.
+        step: number of the step, from 1; a slow reader receives the latest step and misses others.
+        token_ids: committed tokens. If `committed` is false, the latest proposal, which may still
+            change, or the mask token if there is no proposal.
         text: each token as text.
         committed: whether the token is final.
-        confidence: the model's probability of the token in the step that proposed it; null where
-            there was none.
-        guessed: whether an accepted draft committed the token, without a forward of its own;
-            left out for requests without drafts.
+        confidence: the model's probability of the token in the step that proposed it; null if
+            there is no proposal.
+        guessed: whether an accepted draft committed the token, without a forward pass of its own;
+            absent for requests without drafts.
     """
 
     step: int
@@ -184,7 +192,7 @@ class CanvasState(BaseModel):
 
     @classmethod
     def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
-        """Unpack an `engine.messages.CanvasView`."""
+        """Convert an `engine.messages.CanvasView` from its packed form."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
         guessed = packed.get("guessed")
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
@@ -199,15 +207,16 @@ class CanvasState(BaseModel):
 
 
 def timeout_in(message: Mapping[str, Any]) -> str | None:
-    """Return the scheduler's error of a request whose time is over; None for others."""
+    """Return the scheduler's error message if the request timed out, else None."""
     return message["error"] if "timeout_s" in message else None
 
 
 def reports_by_choice(output: RequestOutput) -> dict[int, dict[str, Any]]:
-    """Return the scheduler's messages in an output, by choice: a report, a canvas, an error.
+    """Return the scheduler's message about each choice of an output: a report, a canvas or an
+    error.
 
-    Upstream has one slot an output; where `choices` joins several answers in one output, it holds a
-    list.
+    Upstream has one slot per output. It contains a list if `choices` has joined several answers in
+    one output.
     """
     message = (output.kv_transfer_params or {}).get("dllm")
     if message is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request parameters of the table as typed and documented fields of request bodies.
+"""Request parameters as typed and documented fields of Pydantic bodies.
 
-Values are checked by the table's rules, not by pydantic, so that every refusal names the field, the
-given and the wanted value in equal words on every route.
+The rules of the parameter table check the values, not Pydantic. So a refusal names the field, the
+given and the expected value in the same form on every route.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.request.values import Field as Parameter
 
-MAX_CHOICES = 128  # answers per prompt
+MAX_CHOICES = 128  # maximum number of answers per prompt
 
 _JSON_TYPES: dict[type, str] = {
     int: "integer",
@@ -42,13 +42,13 @@ def with_diffusion_fields(
     keep: Collection[str] = (),
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> type[Any]:
-    """Make a class of bodies like `base`, with every request parameter.
+    """Return a class of bodies like `base`, with all request parameters as fields.
 
     Args:
         base: class of the body.
         name, doc: name and docstring of the new class.
-        keep: parameters that `base` declares with types of its own.
-        read: as for `body_class`.
+        keep: parameters that `base` declares with its own types.
+        read: see `body_class`.
     """
     fields = described(FIELDS)
     for spelling in keep:
@@ -65,14 +65,14 @@ def body_class(
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     **fields: Any,
 ) -> type[Any]:
-    """Make a class of bodies like `base` in which null means "not given".
+    """Return a class of bodies like `base` in which null means "not given".
 
     Args:
         base: class of the body.
         name, doc: name and docstring of the new class.
-        read: function of a body as sent, without nulls, that returns it in the form of `base`. It
-            raises InvalidParameterError.
-        fields: further fields, as `create_model` takes them.
+        read: converts a body as sent, without nulls, to the form of `base`. It raises
+            InvalidParameterError.
+        fields: further fields in the form of `create_model`.
     """
 
     def as_given(cls: type[BaseModel], body: Any) -> Any:
@@ -88,12 +88,12 @@ def body_class(
 
 
 def described(table: Iterable[Parameter]) -> dict[str, Any]:
-    """Return every spelling of the parameters for `create_model`; values are checked later."""
+    """Return fields for `create_model` for all spellings of the parameters, without checks."""
     return {name: (Any, _described(field)) for name, field in by_spelling(table).items()}
 
 
 def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
-    """Refuse more log probabilities than the server allows.
+    """Refuse a number of log probabilities above the server's limit.
 
     Raises:
         InvalidParameterError: naming the field.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools in the prompt: what a chat template does not write of them is written as text.
+"""Tools in the prompt: text for tools, calls and results that a chat template does not render.
 
-The text of a call is that which answers have, `vllm.diffusion.guided.tool_grammar`.
+The text of a call is the same as in answers, see `vllm.diffusion.guided.tool_grammar`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ To call one, answer with nothing but:
 
 
 def reads_tools(template: str) -> bool:
-    """Whether a chat template lists the tools of a request by itself."""
+    """Return whether a chat template lists the tools of a request by itself."""
     return "tools" in template
 
 
 def with_tools(
     messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, template: str
 ) -> tuple[list[Any], Sequence[Mapping[str, Any]] | None]:
-    """Write tools, and the calls and results of a conversation, as far as a template does not.
+    """Add tools, calls and results to messages as text if the template does not render them.
 
     Returns:
         the messages, and the tools that the template lists by itself.

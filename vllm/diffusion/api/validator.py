@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validator: decides a request completely, and once, before it enters the engine.
+"""Validator: decides all parameters of a request, once, before it enters the engine.
 
-Our HTTP handlers call it before they answer anything, and attach the decision to what they pass on.
-Upstream's front end then makes the engine's request from prompt and parameters; there the validator
-decides those that come without a decision: of the offline `LLM`, and of routes that are not ours.
-So all refusals use the same words, and engines of other models are left alone.
+Our HTTP handlers call it before they send anything, and attach the decision to the request. Later,
+upstream's front end makes the engine's request from prompt and parameters. There the validator
+decides requests without a decision, from the offline `LLM` and from upstream's routes. So all
+refusals have the same form, and engines of other models are not affected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
 
-MAX_CACHED_DECISIONS = 4096  # decisions on score queries
+MAX_CACHED_DECISIONS = 4096  # decisions about score queries
 
 _upstreams: Callable[..., EngineCoreRequest] = InputProcessor.process_inputs
 _upstreams_adding: Callable[..., Any] = AsyncLLM.add_request
@@ -59,13 +59,13 @@ _upstreams_add_async: Callable[..., Awaitable[None]] = AsyncLLM._add_request
 
 
 class RequestRefused(VLLMValidationError, ValueError):
-    """HTTP 400; the message names the field already, so nothing is appended to it.
+    """HTTP 400. The message names the field already, so upstream appends nothing to it.
 
-    Programs that use `LLM` catch it as a ValueError, as upstream documents for bad parameters.
+    Programs that use `LLM` catch it as a ValueError, as upstream documents for invalid parameters.
 
     Attributes:
-        reason: label under which it is counted: the field at fault, or `memory` for steps that
-            never fit into it.
+        reason: label under which the refusal is counted: the invalid field, or `memory` for
+            requests whose steps cannot fit into memory.
     """
 
     def __init__(self, error: InvalidParameterError) -> None:
@@ -77,16 +77,16 @@ class RequestRefused(VLLMValidationError, ValueError):
 
 
 class Validator:
-    """Decides requests for one engine configuration."""
+    """Decides the parameters of requests for one engine configuration."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._admission: Admission | None = None
-        self._cached_decisions: dict[Any, DiffusionParams] = {}  # of score queries
+        self._cached_decisions: dict[Any, DiffusionParams] = {}  # for score queries
 
     @cached_property
     def _model(self) -> ServedModel:
-        """Facts about the model; made at first use, as upstream loads the tokenizer later."""
+        """Facts about the model, created at first use because upstream loads the tokenizer late."""
         return served_model(self._vllm_config)
 
     @property
@@ -96,19 +96,19 @@ class Validator:
 
     @property
     def bounds_thinking(self) -> bool:
-        """Whether `thinking_token_budget` acts on the model."""
+        """Whether `thinking_token_budget` has an effect on the model."""
         return bool(self._model.ids.think)
 
     @property
     def turn_end(self) -> tuple[int, ...]:
-        """Token that ends a turn, if the checkpoint has one."""
+        """The token that ends a turn, as a tuple; empty if the checkpoint has none."""
         ids = self._model.ids
         end = ids.eos if ids.eot is None else ids.eot
         return () if end is None else (end,)
 
     @property
     def block_length(self) -> int | None:
-        """Positions that are read together in a block-causal family; None in others."""
+        """Number of positions of a block in a block-causal family; None in other families."""
         if not self._model.family.is_block_causal:
             return None
         return decide({"gen_length": 1}, self._model, [0]).kept_unit
@@ -129,18 +129,18 @@ class Validator:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether requests reuse keys and values of others with an equal prefix."""
+        """Whether requests reuse keys and values of other requests with an equal prefix."""
         return bool(self._vllm_config.cache_config.enable_prefix_caching)
 
     def times(self, request: Mapping[str, Any]) -> bool:
-        """Whether a request with these parameters, under canonical names, has a timeout."""
+        """Return whether a request with these parameters, by canonical name, has a timeout."""
         return "timeout_s" in request or "timeout_s" in self._model.defaults
 
     def learn_capacity(self, budget_bytes: int, rates: Iterable[float]) -> None:
-        """From now on, refuse requests that do not fit into this activation memory.
+        """Set the activation memory; later requests that do not fit into it are refused.
 
         Args:
-            budget_bytes: bytes for steps and kept keys and values.
+            budget_bytes: bytes for steps and for keys and values that are kept.
             rates: the numbers of `Rates`, by which ranks divide rows.
         """
         planner = make_planner(self._vllm_config, budget_bytes, Rates._make(rates))
@@ -148,9 +148,10 @@ class Validator:
         self._cached_decisions.clear()
 
     async def compile(self, spec: Spec | None) -> None:
-        """Compile the requested format, if needed, while other requests are served.
+        """Compile the requested format, if necessary, while other requests are served.
 
-        The running task holds the result, so that it is there when the request is decided.
+        The running task keeps a reference to the result, so that it is still cached when the
+        request is decided.
 
         Raises:
             RequestRefused: the format cannot be compiled.
@@ -162,10 +163,10 @@ class Validator:
                 raise RequestRefused(error) from None
 
     async def compile_sampling(self, sampling: Any) -> None:
-        """Compile the format that a `SamplingParams` asks for.
+        """Compile the format that a `SamplingParams` requests.
 
         Raises:
-            RequestRefused: the format is none, or cannot be compiled.
+            RequestRefused: the format is invalid, or cannot be compiled.
         """
         try:
             spec = requested_format(sampling)
@@ -174,7 +175,9 @@ class Validator:
         await self.compile(spec)
 
     def longest_request(self) -> int:
-        """Length, prompt and canvas in equal parts, of the longest request that fits."""
+        """Return the number of tokens of the longest request that fits, half of it prompt, half
+        canvas.
+        """
         prompt = [0 if self._model.ids.mask else 1]
         params = self.decide({"gen_length": 1}, prompt)
         admission = self._admission
@@ -196,10 +199,14 @@ class Validator:
     def decide(
         self, request: Mapping[str, Any], prompt_token_ids: Sequence[int]
     ) -> DiffusionParams:
-        """Decide the parameters of a request that gives values under canonical names.
+        """Decide the parameters of a request.
+
+        Args:
+            request: values by canonical name.
+            prompt_token_ids: tokens of the prompt.
 
         Raises:
-            RequestRefused: naming the field, the given and the wanted value.
+            RequestRefused: naming the field, the given and the expected value.
         """
         try:
             decided = decide(request, self._model, prompt_token_ids)
@@ -214,13 +221,13 @@ class Validator:
     ) -> DiffusionParams:
         """Decide the parameters of a likelihood request.
 
-        Requests of one length differ only in the scored positions: the rest is decided once.
+        Requests of one length differ only in the scored positions, so their decision is cached.
 
         Args:
             score: values for `request.likelihood.likelihood_request`; the decision may have the
                 scores of another request.
             prompt: the sequence.
-            terms: further values that it may give.
+            terms: further values of the request.
         """
         key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
         if key not in self._cached_decisions:
@@ -236,7 +243,7 @@ class Validator:
         return self._cached_decisions[key]
 
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
-        """Decide the parameters that a `SamplingParams` asks for."""
+        """Decide the parameters of a request that a `SamplingParams` describes."""
         try:
             refuse_lone_surrogates(_texts_of(sampling))
             request = request_values_of(sampling)
@@ -246,7 +253,7 @@ class Validator:
 
 
 def _texts_of(sampling: Any) -> dict[str, Any]:
-    """Return the values of a `SamplingParams` that hold texts of a client."""
+    """Return the values of a `SamplingParams` that contain text of a client."""
     formats = getattr(sampling, "structured_outputs", None)
     names = ("stop", "bad_words", "extra_args")
     texts = {name: getattr(sampling, name, None) for name in names}
@@ -254,7 +261,9 @@ def _texts_of(sampling: Any) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Let every front end of this process have its requests decided, and lose none."""
+    """Patch upstream's front ends in this process so that every request is decided, and none
+    leaks.
+    """
     InputProcessor.process_inputs = _process_inputs
     AsyncLLM.add_request = _add_compiled
     outside_calls.install()
@@ -265,7 +274,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether an engine for one of our models was configured in this process."""
+    """Return whether an engine for one of our models was configured in this process."""
     return InputProcessor.process_inputs is _process_inputs
 
 
@@ -282,7 +291,7 @@ def validator_of(front_end: InputProcessor) -> Validator | None:
 async def _add_compiled(
     self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
 ) -> Any:
-    """Run upstream's function, which decides the request, after its format has been compiled."""
+    """Compile the format of a request, then run upstream's function, which decides the request."""
     validator = validator_of(self.input_processor)
     if validator is not None and isinstance(params, SamplingParams) and not is_decided(params):
         await validator.compile_sampling(params)
@@ -297,13 +306,16 @@ def _process_inputs(
     if validator is None or not isinstance(params, SamplingParams) or is_decided(params):
         return _upstreams(self, request_id, prompt, params, *args, **options)
     decided = None
-    if isinstance(prompt, dict) and "type" in prompt:  # tokenised: our words before upstream's
+    # Decide tokenised prompts first, so that our messages precede upstream's.
+    if isinstance(prompt, dict) and "type" in prompt:
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
     sampling = params
     if params.structured_outputs is not None or params.bad_words:
         params = params.clone()
-        params.structured_outputs = None  # upstream's checks are of its own grammars
-        params.bad_words = None  # and it would tokenise words, however many
+        # Upstream would check them against its own grammars.
+        params.structured_outputs = None
+        # Upstream would tokenise every word, without a limit on their number.
+        params.bad_words = None
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
         decided = validator.decide_sampling(sampling, request.prompt_token_ids or [])
@@ -312,11 +324,11 @@ def _process_inputs(
 
 
 def _assign_request_id(request: EngineCoreRequest) -> None:
-    """Run upstream's function, the last one before a request is registered, and check the request.
+    """Run upstream's function, and check the request, which is registered next.
 
     Raises:
-        RequestRefused: the engine could not read the request. Its input thread decodes messages
-            and ends where one does not fit, so such a request must not be sent.
+        RequestRefused: the engine could not decode the request. Its input thread ends at a message
+            that it cannot decode, so such a request must not be sent.
     """
     _upstreams_ids(request)
     if not isinstance(request.sampling_params, SamplingParams) or not is_decided(
@@ -330,9 +342,10 @@ def _assign_request_id(request: EngineCoreRequest) -> None:
 
 
 def _unreadable(request: EngineCoreRequest, error: Exception) -> InvalidParameterError:
-    """Name the field of a request that its message does not allow.
+    """Return the refusal for a request that cannot be encoded or decoded.
 
-    A decoder says where it is, as `$[13]` or `$[3].stop[0]`; an encoder does not.
+    The message of a decoder contains the path, such as `$[13]` or `$[3].stop[0]`; that of an
+    encoder does not.
     """
     sampling = request.sampling_params
     place = re.search(r"\$\[(\d+)\]\.?([\w\[\].]*)", str(error))
@@ -348,9 +361,9 @@ def _unreadable(request: EngineCoreRequest, error: Exception) -> InvalidParamete
 
 
 def _add_request(self: LLMEngine, request_id: str, *args: Any, **options: Any) -> str:
-    """Run upstream's function of the offline engine; a request that fails in it leaves nothing.
+    """Run upstream's function of the offline engine, and remove a request that fails in it.
 
-    Upstream registers a request before it is sent, and a registered request is waited for.
+    Upstream registers a request before it sends it, and waits for every registered request.
     """
     registered = self.output_processor.external_req_ids
     before = list(registered.get(request_id, ()))
@@ -363,7 +376,7 @@ def _add_request(self: LLMEngine, request_id: str, *args: Any, **options: Any) -
 
 
 async def _add_request_async(self: AsyncLLM, request: EngineCoreRequest, *args: Any) -> None:
-    """Do the same for the engine of a server."""
+    """Run upstream's function of a server's engine, and remove a request that fails in it."""
     try:
         await _upstreams_add_async(self, request, *args)
     except BaseException:

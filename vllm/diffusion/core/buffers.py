@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory of stages: how it is listed, and where it comes from."""
+"""Scratch memory of stages: declarations of buffers, and where their memory comes from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Buffer(NamedTuple):
         name: name, unique within a step.
         shape: shape of a row.
         dtype: dtype of the numbers.
-        is_temporary: PyTorch allocates it, and the pool only counts it; else it is the pool's.
+        is_temporary: whether PyTorch allocates the buffer and the pool only counts it; otherwise
+            the pool allocates it.
     """
 
     name: str
@@ -33,12 +34,11 @@ class Buffer(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def quantised(self) -> tuple[Buffer, Buffer]:
-        """Buffers of equal rows as fp8: the numbers, and a scale for each row."""
+        """Buffers of equally shaped fp8 rows: the numbers, and a scale for each row."""
         scales = Buffer(f"scales of {self.name}", (), torch.float32, self.is_temporary)
         return self._replace(dtype=torch.float8_e4m3fn), scales
 
@@ -52,12 +52,12 @@ class Buffer(NamedTuple):
 
 
 def row_bytes(buffers: Iterable[Buffer], *, is_temporary: bool | None = None) -> int:
-    """Sum the bytes of a row over the buffers; if `is_temporary` is given, over one kind."""
+    """Sum the bytes of a row over the buffers, or over one kind if `is_temporary` is given."""
     return sum(b.row_bytes for b in buffers if is_temporary in (None, b.is_temporary))
 
 
 class Buffers(Protocol):
-    """Named scratch memory; buffers taken within a scope are given back at its end."""
+    """Named scratch memory; buffers taken within a scope are released at its end."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised, contiguous tensor."""
@@ -66,7 +66,7 @@ class Buffers(Protocol):
         """Announce that PyTorch itself will allocate `num_bytes` before the scope ends."""
 
     def scope(self, stage: str = "") -> AbstractContextManager[None]:
-        """Context of a stage, or of a part of one."""
+        """Return the context of a stage, or of a part of a stage."""
 
 
 class FreshBuffers:
@@ -74,8 +74,9 @@ class FreshBuffers:
 
     Args:
         device: device of the tensors.
-        counted: buffers to which their bytes are announced; None for none. In a pool on virtual
-            memory they share theirs with attention's results, which lie beside the buffers.
+        counted: buffers to which their bytes are announced; None announces nothing. A pool on
+            virtual memory counts them together with attention's results, which are also outside its
+            buffers.
     """
 
     def __init__(self, device: torch.device, counted: Buffers | None = None) -> None:

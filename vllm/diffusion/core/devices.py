@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of a GPU, looked up once."""
+"""Properties of a GPU, cached per device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def check_card(device: torch.device) -> None:
-    """Refuse a GPU on which nothing of ours runs.
+    """Refuse a GPU that cannot run our kernels.
 
     Raises:
         ServerConfigError: its compute capability is too low.
@@ -35,7 +35,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can start while the one before it ends: from Hopper on, as the card is."""
+    """Return whether a kernel can start while the previous one ends: on Hopper and later GPUs.
+
+    This depends on the real GPU, not on `VLLM_DLLM_KERNELS`.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

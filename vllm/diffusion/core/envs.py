@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables of the diffusion overlay: the only reader of `os.environ`.
+"""Environment variables of Mosaic; this module is the only reader of `os.environ`.
 
-`register()` adds them to upstream's own table, `vllm.envs.environment_variables`, so that
-upstream knows their names and copies them to worker processes.
+`register()` adds them to upstream's own table, `vllm.envs.environment_variables`, so that upstream
+accepts their names and copies them to worker processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def _size(name: str) -> int | None:
-    """Bytes, as 2097152, 2MiB, 2M (the same) or 2MB (2,000,000); None where it is not set."""
+    """Return a number of bytes, such as 2097152, 2MiB, 2M (the same) or 2MB (2,000,000).
+
+    None means that the variable is not set.
+    """
     value = os.environ.get(name)
     if value is None or value == "":
         return None
@@ -60,51 +63,56 @@ def _size(name: str) -> int | None:
 
 
 def log_diffusion_steps() -> bool:
-    """VLLM_LOG_DIFFUSION_STEPS=1: log the time of every denoise step at INFO."""
+    """VLLM_LOG_DIFFUSION_STEPS=1: log the time of every denoising step at INFO."""
     return _flag("VLLM_LOG_DIFFUSION_STEPS")
 
 
 def default_steps() -> int | None:
-    """DLLM_DIFFUSION_STEPS: denoise steps of a request that gives none (default: one per token)."""
+    """DLLM_DIFFUSION_STEPS: denoising steps of requests that set none (default: one per token)."""
     return _positive_int("DLLM_DIFFUSION_STEPS")
 
 
 def activation_pool_size_bytes() -> int | None:
-    """VLLM_ACTIVATION_POOL_SIZE_BYTES: memory of steps and of what requests keep, in bytes."""
+    """VLLM_ACTIVATION_POOL_SIZE_BYTES: bytes for steps and for what requests keep between steps."""
     return _size("VLLM_ACTIVATION_POOL_SIZE_BYTES")
 
 
 def use_chunkwise_graph() -> bool:
-    """VLLM_USE_CHUNKWISE_GRAPH=0: run the layers without CUDA graphs, also at small row counts."""
+    """VLLM_USE_CHUNKWISE_GRAPH=0: never run the layers as CUDA graphs, even for few rows."""
     return _flag("VLLM_USE_CHUNKWISE_GRAPH", default="1")
 
 
 def use_vmm() -> bool:
-    """VLLM_USE_VMM=0: take activations from PyTorch's allocator, not from virtual memory."""
+    """VLLM_USE_VMM=0: allocate activations with PyTorch instead of in virtual memory."""
     return _flag("VLLM_USE_VMM", "1")
 
 
 def use_host_residual() -> bool:
-    """VLLM_USE_HOST_RESIDUAL=0: plan nothing that needs host memory."""
+    """VLLM_USE_HOST_RESIDUAL=0: make no plans that use host memory."""
     return _flag("VLLM_USE_HOST_RESIDUAL", "1")
 
 
 def host_cache_size_bytes() -> int | None:
-    """VLLM_HOST_CACHE_SIZE_BYTES: host memory of each rank for keys and values that requests keep
-    (default: its share of half of the machine's)."""
+    """VLLM_HOST_CACHE_SIZE_BYTES: host memory of each rank for keys and values that requests keep.
+
+    The default is the rank's share of half of the machine's memory.
+    """
     return _size("VLLM_HOST_CACHE_SIZE_BYTES")
 
 
 def fuses_commits() -> bool:
-    """VLLM_DLLM_COMMIT_FUSION=0: block-causal families store a finished block's keys and values in
-    a forward of its own, not together with the first of the next block."""
+    """VLLM_DLLM_COMMIT_FUSION=0: store a finished block's keys and values in a separate forward
+    pass.
+
+    By default, block-causal families store them in the first forward pass of the next block.
+    """
     return _flag("VLLM_DLLM_COMMIT_FUSION", "1")
 
 
 def kernels() -> tuple[int, int] | None:
-    """VLLM_DLLM_KERNELS: the compute capability that kernels are chosen for (default: the card's).
+    """VLLM_DLLM_KERNELS: compute capability for which kernels are chosen (default: the GPU's).
 
-    `fused_ops` reads it too, and refuses one above the card's.
+    `fused_ops` reads the variable, too, and refuses a value above the GPU's.
     """
     value = os.environ.get("VLLM_DLLM_KERNELS")
     if not value:
@@ -116,9 +124,9 @@ def kernels() -> tuple[int, int] | None:
 
 
 def vmm_chunk_size() -> int | None:
-    """VLLM_VMM_CHUNK_SIZE: bytes of physical memory that are mapped at a time (default 2 MiB).
+    """VLLM_VMM_CHUNK_SIZE: bytes of physical memory per mapping (default 2 MiB).
 
-    `vmm_allocator` reads it too, as plain bytes, where it is used without the overlay.
+    `vmm_allocator` reads the variable, too, as plain bytes, if it is used without Mosaic.
     """
     return _size("VLLM_VMM_CHUNK_SIZE")
 
@@ -129,18 +137,20 @@ def max_request_bytes() -> int:
 
 
 def max_answers() -> int:
-    """DLLM_MAX_ANSWERS: the most answers that one HTTP request may ask for (default 1024)."""
+    """DLLM_MAX_ANSWERS: maximum number of answers of one HTTP request (default 1024)."""
     return _positive_int("DLLM_MAX_ANSWERS") or 1024
 
 
 def receive_timeout_s() -> int:
-    """DLLM_RECEIVE_TIMEOUT_S: seconds in which an HTTP request must have arrived (default 60)."""
+    """DLLM_RECEIVE_TIMEOUT_S: seconds within which an HTTP request must arrive (default 60)."""
     return _positive_int("DLLM_RECEIVE_TIMEOUT_S") or 60
 
 
 def max_silence_s() -> int:
-    """DLLM_MAX_SILENCE_S: seconds without an answer of the engine after which the server is not
-    ready (default 30)."""
+    """DLLM_MAX_SILENCE_S: seconds without an answer from the engine until the server is not ready.
+
+    The default is 30.
+    """
     return _positive_int("DLLM_MAX_SILENCE_S") or 30
 
 
@@ -171,7 +181,7 @@ def check() -> None:
     """Read every variable.
 
     Raises:
-        ServerConfigError: naming the first one with an unusable value.
+        ServerConfigError: naming the first variable with an unusable value.
     """
     for read in VARIABLES.values():
         read()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of the diffusion overlay.
+"""The exceptions of Mosaic.
 
 DiffusionError
-├── InvalidParameterError   a request asks for something it cannot have (HTTP 400)
-│   └── ActivationBudgetError   its steps need more memory than there is
-├── ModelConfigError        a checkpoint's config.json describes a model we do not run
-├── CheckpointError         tensors are missing from a checkpoint, or not part of the model
+├── InvalidParameterError   a request has an unsupported parameter (HTTP 400)
+│   └── ActivationBudgetError   its steps need more memory than the pool has
+├── ModelConfigError        config.json describes a model that Mosaic does not run
+├── CheckpointError         tensors are missing from a checkpoint, or are not of the model
 ├── ServerConfigError       a server-wide setting is unknown or out of range
-├── BrokenLogitsError       a model computes what are no numbers
-└── RankError               another rank of the engine failed in a step of both
+├── BrokenLogitsError       a model's logits are NaN
+└── RankError               another rank of the engine failed in the same step
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Longest parts of a refusal, in characters.
+# Maximum lengths of the parts of a refusal, in characters.
 MAX_NAME_LENGTH = 200
 MAX_GIVEN_LENGTH = 80
 MAX_WANTED_LENGTH = 1600
 
 
 class DiffusionError(Exception):
-    """Base of every exception raised by the diffusion overlay."""
+    """Base class of all exceptions that Mosaic raises."""
 
 
 class InvalidParameterError(DiffusionError, ValueError):
-    """A request parameter is unknown, of the wrong type, out of range or of no effect.
+    """A request parameter is unknown, has the wrong type, is out of range or has no effect.
 
     Attributes:
         field: name of the parameter.
@@ -39,7 +39,7 @@ class InvalidParameterError(DiffusionError, ValueError):
     """
 
     def __init__(self, field: str, given: Any, wanted: str) -> None:
-        # A client may have made up the name, and `wanted` may repeat another of its values.
+        # The client may have invented the name, and `wanted` may repeat another of its values.
         name = field if field.isprintable() else ascii(field)
         name, wanted = _cut(name, MAX_NAME_LENGTH), _cut(wanted, MAX_WANTED_LENGTH)
         super().__init__(f"{name}: given {_short(given)}; {wanted}")
@@ -56,7 +56,8 @@ class ActivationBudgetError(InvalidParameterError):
 
     Attributes:
         num_tokens: prompt and canvas of the request.
-        required_bytes: least bytes of one of its steps, with what requests keep between steps.
+        required_bytes: minimum bytes of one of its steps, including what requests keep between
+            steps.
         budget_bytes: bytes of the pool.
         longest_tokens: prompt and canvas of the longest request of its kind that fits.
     """
@@ -114,14 +115,15 @@ def _short(value: Any) -> str:
 
 
 def _start_of(value: Any, looked_at: Iterator[int]) -> Any:
-    """Return as much of a value as can be seen of it: a client may have sent megabytes."""
+    """Return the part of a value that an error can display; a client may have sent megabytes."""
     if isinstance(value, str):
         return value[: MAX_GIVEN_LENGTH + 1]
     if type(value) not in (list, tuple, dict):
         return value
     lines: list[Any] = []
     for item in value.items() if isinstance(value, dict) else value:
-        if next(looked_at) > MAX_GIVEN_LENGTH:  # each of them has a character, at least
+        # Every item has at least one character.
+        if next(looked_at) > MAX_GIVEN_LENGTH:
             break
         if isinstance(value, dict):
             lines.append((item[0], _start_of(item[1], looked_at)))
@@ -135,15 +137,15 @@ def _cut(text: str, limit: int) -> str:
 
 
 class BrokenLogitsError(DiffusionError):
-    """A step of a request has found no number at all."""
+    """The logits of a request's step contain no numbers."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits are NaN: wanted numbers; are its weights whole?")
 
 
 class RankError(DiffusionError):
-    """Another rank of the engine failed in a step of both; its own log says how."""
+    """Another rank of the engine failed in the same step; its own log has the cause."""
 
 
 class RankMemoryError(RankError):
-    """Another rank has no memory for a step of both."""
+    """Another rank has no memory for the step."""

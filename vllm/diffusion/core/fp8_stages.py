@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that stages take where attention is fp8; see `stages`."""
+"""Buffers of stages in steps with fp8 attention; see `stages`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.stages import Listed
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of the format
+LARGEST = 448.0  # largest number of the format
 
 
 def surveyed(dtype: torch.dtype, hidden_size: int) -> Buffer:
-    """Rows of the residual stream from which scales follow."""
+    """Rows of the residual stream from which scales are computed."""
     return Buffer("surveyed rows", (hidden_size,), dtype)
 
 
@@ -33,5 +33,5 @@ def attending(num_heads: int, head_dim: int) -> Listed:
 
 
 def results(width: int) -> Buffer:
-    """Results of attention as rows of the next product: they have their numbers already."""
+    """Results of attention in fp8, the input rows of the next product."""
     return Buffer("fp8 results", (width,), FP8)

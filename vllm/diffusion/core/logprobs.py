@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of candidates, as they stand in the extras of `Samples`."""
+"""Log probabilities of candidates, as packed in the extras of `Samples`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities and ranks of R candidates. Ranks count from 1; ties share the best one.
+    """Log probabilities and ranks of R candidates. Ranks count from 1; ties share the best rank.
 
     Attributes:
         token, token_rank: [R], of the proposed token.
         greedy, greedy_rank: [R], of the argmax of the noise-free logits.
-        top_tokens: [k, R], the k most likely tokens, the likeliest first; or the named ones.
+        top_tokens: [k, R], the k most likely tokens, the most likely first, or the named tokens.
         top: [k, R], their log probabilities.
     """
 
@@ -40,7 +40,7 @@ class Logprobs(NamedTuple):
             distribution: log probabilities of the rows.
             tokens, greedy: [R] int64.
             num_top: k.
-            named: [k] int64, tokens to look up in place of the most likely ones.
+            named: [k] int64, tokens to look up instead of the most likely ones.
         """
         if named is None:
             top, top_tokens = distribution.topk(num_top, dim=-1)
@@ -60,7 +60,7 @@ class Logprobs(NamedTuple):
 
     @classmethod
     def unpack(cls, rows: torch.Tensor, num_top: int) -> Logprobs:
-        """Invert `packed` with views of `rows`; rows beyond its own are ignored."""
+        """Invert `packed` with views of `rows`; further rows are ignored."""
         token, token_rank, greedy, greedy_rank = rows[:4]
         top_tokens, top = rows[4 : 4 + 2 * num_top].chunk(2) if num_top else (rows[:0], rows[:0])
         return cls(token, token_rank, greedy, greedy_rank, top_tokens, top)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model's rotary embedding differs from the usual one. No torch."""
+"""Variants of the rotary embedding, without torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 
 class Yarn(NamedTuple):
-    """Rotary frequencies of a context that training has lengthened (Peng et al., arXiv:2309.00071).
+    """Rotary frequencies of a context that training has extended (Peng et al., arXiv:2309.00071).
 
     Channels that turn fewer than `beta_slow` times in `original_length` positions turn `factor`
-    times slower, those that turn more than `beta_fast` times as before, and others in between.
+    times slower. Channels that turn more than `beta_fast` times are unchanged, and others are in
+    between.
     """
 
     factor: float
@@ -20,7 +21,7 @@ class Yarn(NamedTuple):
 
 
 class QueryGrowth(NamedTuple):
-    """Factor of queries, 1 + beta ln(1 + position // length), after their rotation."""
+    """Factor of queries after their rotation: 1 + beta ln(1 + position // length)."""
 
     beta: float
     length: int

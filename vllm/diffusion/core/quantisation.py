@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation schemes: how weights are stored, by --quantization or config.json (no torch).
+"""Quantisation schemes: how weights are stored, as given by --quantization or config.json.
 
-A layer's method follows a scheme. Checkpoints that no scheme describes are left to upstream's
-methods.
+A layer's method implements a scheme. Checkpoints without a scheme here are left to upstream's
+methods. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """fp8 (e4m3) weights with scales; rows are quantised to fp8 before they are multiplied.
+    """fp8 (e4m3) weights with scales; rows are quantised to fp8 before the product.
 
     Attributes:
-        is_online: whether weights of a checkpoint are quantised as they are loaded, one scale a
-            channel.
-        has_input_scale: whether all rows have the checkpoint's scale; else each has its own.
-        ignored: modules that stay plain: names of the checkpoint, ends of them, or patterns behind
-            "re:".
+        is_online: whether weights of a checkpoint are quantised while they are loaded, with one
+            scale per channel.
+        has_input_scale: whether all rows use the checkpoint's scale; otherwise each has its own.
+        ignored: modules that are not quantised: names in the checkpoint, suffixes of names, or
+            patterns with the prefix "re:".
     """
 
     is_online: bool = False
@@ -40,16 +40,17 @@ class Fp8Scheme:
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """4-bit weights in groups along the depth; plain checkpoints are quantised as they are loaded.
+    """4-bit weights in groups along the depth; plain checkpoints are quantised while they are
+    loaded.
 
     Attributes:
-        name: name for --quantization: "int4", whole numbers with a scale and a zero point a group,
-            or "nf4", quantiles of a normal distribution with a scale a group.
-        group: most numbers of a group; exactly that many in a checkpoint, or -1 for all of a row.
-        ignored: as in `Fp8Scheme`.
+        name: name for --quantization: "int4" has integers with a scale and a zero point per group,
+            "nf4" has quantiles of a normal distribution with a scale per group.
+        group: maximum numbers per group; the exact size in a checkpoint, or -1 for whole rows.
+        ignored: see `Fp8Scheme`.
         layout: format of a quantised checkpoint: "gptq", "awq", "compressed-tensors" or
-            "bitsandbytes"; None for a plain one.
-        has_order: whether a group's columns are not neighbours (GPTQ's desc_act).
+            "bitsandbytes"; None for a plain checkpoint.
+        has_order: whether the columns of a group are not adjacent (GPTQ's desc_act).
         zero_offset: number subtracted from zero points that GPTQ stores.
     """
 
@@ -68,12 +69,12 @@ class PackedScheme:
 
 @dataclass(frozen=True)
 class BlockScheme:
-    """fp8 (e4m3) weights with a scale for every block, times rows in the model dtype.
+    """fp8 (e4m3) weights with a scale per block, multiplied by rows in the model dtype.
 
     Attributes:
         block: rows and columns of a block of the weight.
         scale_name: name of the scales in the checkpoint.
-        ignored: as in `Fp8Scheme`.
+        ignored: see `Fp8Scheme`.
     """
 
     block: tuple[int, int]
@@ -82,13 +83,13 @@ class BlockScheme:
 
     @property
     def name(self) -> str:
-        """Name for messages; --quantization has no such scheme."""
+        """Name for messages; --quantization does not offer it."""
         return "fp8 with scales of blocks"
 
 
 Scheme: TypeAlias = Fp8Scheme | PackedScheme | BlockScheme
 
-# By the names of --quantization, for checkpoints that are not quantised.
+# By name for --quantization, for checkpoints that are not quantised.
 ONLINE: dict[str, Scheme] = {
     "fp8": Fp8Scheme(is_online=True),
     "int4": PackedScheme("int4", group=128),
@@ -96,25 +97,25 @@ ONLINE: dict[str, Scheme] = {
 }
 
 
-BITSANDBYTES = "bitsandbytes"  # which upstream has no method for
+BITSANDBYTES = "bitsandbytes"  # upstream has no method for this format
 
 
 def stores_experts(scheme: Scheme | None) -> bool:
-    """Whether a scheme can store the matrices of experts."""
+    """Return whether a scheme can store the matrices of experts."""
     if isinstance(scheme, PackedScheme):
         return scheme.is_made_here
     return isinstance(scheme, Fp8Scheme)
 
 
 def scheme_of(quantization: str | None, config: Mapping[str, Any] | None) -> Scheme | None:
-    """Return the scheme of a model; None if it is not quantised, or upstream's methods run it.
+    """Return the scheme of a model, or None if it is not quantised or upstream's methods run it.
 
     Args:
         quantization: --quantization.
         config: `quantization_config` of config.json.
 
     Raises:
-        ModelConfigError: the checkpoint has one of our formats in a form that is not supported.
+        ModelConfigError: the checkpoint has one of our formats in an unsupported variant.
     """
     if config is None:
         return ONLINE.get(quantization or "")
@@ -171,7 +172,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
-    """Read the scheme of symmetric 4 bits in groups, or with a scale a channel."""
+    """Read the scheme of symmetric 4-bit groups, or of 4 bits with one scale per channel."""
     group = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
     if not weights.get("symmetric", True) or not isinstance(group, int):
         raise _refused("weights", dict(weights), "symmetric, strategy group or channel")
@@ -182,7 +183,9 @@ def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
 
 
 def _blocks(block: Any, scale_name: str, ignored: tuple[str, ...]) -> Scheme:
-    """Read the scheme of blocks; rows stay in the model dtype, whatever the checkpoint asks for."""
+    """Read the scheme of blocks; rows stay in the model dtype, even if the checkpoint requests
+    fp8.
+    """
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) for b in block)):
         raise _refused("weight_block_size", block, "two numbers, rows and columns")
     return BlockScheme((block[0], block[1]), scale_name, ignored)
@@ -225,7 +228,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme | None:
-    """Read the scheme of ModelOpt's fp8: one scale a tensor, and one for the rows."""
+    """Read the scheme of ModelOpt's fp8: one scale per tensor, and one for the rows."""
     settings = config.get("quantization") or config
     if settings.get("quant_algo") != "FP8":
         return None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sampling finds for the sample rows of a step, as the device computes and the host reads it.
+"""Results of sampling the sample rows of a step, in the form shared by device and host.
 
-R sample rows are the columns of one float64 tensor, so that one copy brings all of it to the host;
-token ids are exact in float64:
+The R sample rows are the columns of one float64 tensor, so that one copy moves all results to the
+host. Token ids are exact in float64:
 
     row 0      proposed token
     row 1      score, larger is more certain
     row 2      greedy token: argmax of the noise-free logits
-    rows 3..   extras, where the row's request wants more: `Logprobs` or `ScoredTokens`; or rows
-               as the first three, drawn with the noise of later steps; else 0
+    rows 3..   extras that the row's request requires: `Logprobs` or `ScoredTokens`; or rows like
+               the first three, drawn with the noise of later steps; else 0
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Samples(Generic[A]):
         table: [3 or more, R] float64, a tensor or an array; the properties are views of it.
     """
 
-    table: Any  # a matrix of what the properties are rows of
+    table: Any  # matrix whose rows are the properties
 
     @staticmethod
     def of(
         tables: Iterable[torch.Tensor], extras: Sequence[torch.Tensor] = ()
     ) -> Samples[torch.Tensor]:
-        """Pack token, score and greedy token, [R] each, and extras, [number, R] each."""
+        """Pack token, score and greedy token ([R] each) and extras ([number, R] each)."""
         table = torch.stack([x.double() for x in tables])
         return Samples(torch.cat([table, *(x.double() for x in extras)]) if extras else table)
 
     @staticmethod
     def joined(parts: Sequence[Samples[torch.Tensor]]) -> Samples[torch.Tensor]:
-        """Join the samples of parts, in order, as if all had been sampled at once."""
+        """Join the samples of parts, in order, as if all rows had been sampled at once."""
         if not parts:
             return Samples(torch.empty(3, 0, dtype=torch.float64))
         if len(parts) == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoding algorithm draws from the logits of sample rows, and how it scores that."""
+"""How a decoding algorithm samples from the logits of sample rows, and scores the result."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CandidateScoring:
-    """Drawing and scoring of tokens for one decoding algorithm.
+    """Sampling and scoring of tokens for one decoding algorithm.
 
     Attributes:
         score: "confidence" is the probability of the chosen token; "negative_entropy" is
-            sum p log(p + epsilon); "margin" the difference of the two largest probabilities.
+            sum p log(p + epsilon); "margin" is the difference of the two largest probabilities.
             Larger is more certain.
         epsilon: added inside the entropy's logarithm.
         draw: "gumbel" adds noise to the logits and scores without temperature (LLaDA);
-            "categorical" applies temperature, top-p and top-k first and draws from what is left,
-            and scores that (Dream); "filtered" applies temperature, top-k and top-p, in this order
-            and nothing of it at temperature 0 (block-causal families).
-        scores_all: with "filtered": whether scores are of the distribution before top-k and top-p.
-        greedy: whether the argmax of the noise-free logits is wanted too.
+            "categorical" applies temperature, top-p and top-k first, then samples from the
+            remaining distribution and scores it (Dream); "filtered" applies temperature, top-k and
+            top-p, in this order, and none of them at temperature 0 (block-causal families).
+        scores_all: with "filtered", whether scores use the distribution before top-k and top-p.
+        greedy: whether the argmax of the noise-free logits is required, too.
     """
 
     score: Literal["confidence", "negative_entropy", "margin"] = "confidence"
@@ -36,16 +36,16 @@ class CandidateScoring:
 
     @cached_property
     def is_categorical(self) -> bool:
-        """Whether tokens are drawn from an explicit distribution."""
+        """Whether tokens are sampled from an explicit distribution."""
         return self.draw != "gumbel"
 
 
 class ScoredTokens(NamedTuple):
-    """Log probabilities that a likelihood request wants of R rows: the extras of `Samples`.
+    """Log probabilities of R rows for a likelihood request: the extras of `Samples`.
 
     Attributes:
-        named: [k, R], of the tokens that it names for each row.
-        top: [n, R], of the n most likely tokens of each row, the likeliest first.
+        named: [k, R], of the tokens that the request names for each row.
+        top: [n, R], of the n most likely tokens of each row, the most likely first.
         top_tokens: [n, R], these tokens.
     """
 
@@ -55,6 +55,6 @@ class ScoredTokens(NamedTuple):
 
     @classmethod
     def unpack(cls, rows: NDArray[Any], num_named: int, num_top: int) -> ScoredTokens:
-        """Split the rows as they are packed; rows beyond these are ignored."""
+        """Split packed rows into their parts; further rows are ignored."""
         end = num_named + num_top
         return cls(rows[:num_named], rows[num_named:end], rows[end : end + num_top])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows attend to which, as ranges that a batch gives to attention.
+"""Which rows attend to which, as ranges that a batch passes to attention.
 
-Letters: R query rows, N rows of the keys and values, S sequences, KV key/value heads of this rank,
-hd head width.
+Letters: R query rows, N rows of keys and values, S sequences, KV key/value heads of this rank, hd
+head width.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ A = TypeVar("A")  # torch.Tensor on the device, an array on the host
 class Span(NamedTuple):
     """Queries of one sequence and the keys that they read, as half-open row ranges.
 
-    `q_start`, `q_end` are rows of the queries, `kv_start`, `kv_end` rows of the keys and values.
-    Every query reads all of the keys, unless they are on a grid of blocks: then a query reads those
-    of its own block and of the blocks before.
+    `q_start` and `q_end` are rows of the queries, `kv_start` and `kv_end` are rows of the keys and
+    values. Without a grid of blocks, every query reads all of the keys. With a grid, a query reads
+    the keys of its own block and of the blocks before.
 
     Attributes:
-        block_length: keys of a block, counted from the first key; 0 where there is no grid.
-        first: index of the key beside which the first query stands, counted from the first key. The
+        block_length: keys of a block, counted from the first key; 0 without a grid.
+        first: index of the key at the position of the first query, counted from the first key. The
             other queries follow.
-        in_pages: the keys are rows as a `PageTable` counts them.
+        in_pages: whether the keys are numbered as in a `PageTable`.
     """
 
     q_start: int
@@ -54,7 +54,9 @@ class Span(NamedTuple):
         return self.kv_end - self.kv_start
 
     def keys_read_by(self, query: int) -> int:
-        """Number of keys, from the first one, that a query reads; it is counted from `q_start`."""
+        """Return the number of keys, from the first, that a query reads; queries count from
+        `q_start`.
+        """
         if not self.block_length:
             return self.num_keys
         block = (self.first + query) // self.block_length
@@ -64,28 +66,30 @@ class Span(NamedTuple):
 class PageTable(NamedTuple):
     """Location of keys and values that are kept in pages.
 
-    Key j, as `Span` and `key_starts` count them, is the row rows[j // size] + j % size of the keys
-    and values. The keys of a sequence start with a page.
+    Key j, in the numbering of `Span` and `key_starts`, is row rows[j // size] + j % size of the
+    keys and values. The keys of a sequence start at the beginning of a page.
     """
 
     rows: Tensor  # [E] int32 on the device: the first row of every page
     size: int  # rows of a page
 
     def rows_of(self, start: int, end: int) -> Tensor:
-        """Rows [end - start] int32 of keys `start` to `end`, the first of which begins a page."""
+        """Return the rows [end - start] int32 of keys `start` to `end`; `start` is the start of a
+        page.
+        """
         pages = self.rows[start // self.size : -(-end // self.size), None]
         rows = pages + torch.arange(self.size, dtype=torch.int32, device=pages.device)
         return rows.flatten()[: end - start]
 
 
 class AttentionLayout(NamedTuple, Generic[A]):
-    """Assignment of query rows to key rows: S sequences, each with queries and keys of its own.
+    """Assignment of query rows to key rows: S sequences, each with its own queries and keys.
 
-    The queries of the sequences tile R query rows in order. The keys of a sequence are any range of
-    the N key rows, or of those that `pages` names; a sequence without keys gets zeros. Without
-    `block_lengths` a query reads all keys of its sequence, with them as `Span` says. A captured
-    graph reads the tensors again at every replay, so what they hold may change, within the two
-    bounds.
+    The queries of the sequences tile R query rows in order. The keys of a sequence are any range
+    of the N key rows, or of the rows that `pages` lists; a sequence without keys gets zeros.
+    Without `block_lengths` a query reads all keys of its sequence, with them the keys described in
+    `Span`. A captured graph reads the tensors again at every replay, so their contents may change
+    within the two maxima.
 
         rows of a chunk     |... other layout ...|  q of 0  |   q of 1   |
         `rows`                                   [start, ................ stop)
@@ -95,9 +99,9 @@ class AttentionLayout(NamedTuple, Generic[A]):
     query_ends: A  # [S + 1] int32: 0, then the end of each sequence's queries
     key_starts: A  # [S + 1] int32: first key row of each; the last is not read
     key_counts: A  # [S] int32: keys of each sequence, from its first
-    max_queries: int  # at least the queries of every sequence
-    max_keys: int  # at least the keys of every sequence
-    spans: list[Span] | None  # the same on the host; None in a captured graph
+    max_queries: int  # upper bound of the queries of a sequence
+    max_keys: int  # upper bound of the keys of a sequence
+    spans: list[Span] | None  # the sequences on the host; None in a captured graph
     pages: PageTable | None = None  # None: the keys of a sequence are one range of rows
     block_lengths: A | None = None  # [S] int32, `Span.block_length` of each
     firsts: A | None = None  # [S] int32, `Span.first` of each
@@ -107,9 +111,9 @@ class AttentionLayout(NamedTuple, Generic[A]):
     def packed(
         runs: Iterable[Span], pages: PageTable | None = None, start: int = 0
     ) -> AttentionLayout[Any]:
-        """Lay out runs of queries one after the other, from row `start` of a chunk on.
+        """Lay out runs of queries one after the other, starting at row `start` of a chunk.
 
-        Of a run's queries only their number counts. The result holds arrays of the host.
+        Only the number of a run's queries is used. The result contains arrays on the host.
         """
         spans, end, max_queries = list[Span](), 0, 0
         for q_start, q_end, *keys in runs:
@@ -136,7 +140,7 @@ class AttentionLayout(NamedTuple, Generic[A]):
     def of(
         spans: Sequence[Span], device: torch.device | str, pages: PageTable | None = None
     ) -> AttentionLayout[Tensor]:
-        """Make the layout of `spans`, copied to `device`.
+        """Return the layout of `spans`, copied to `device`.
 
         Raises:
             ValueError: the queries of the spans do not follow one another from row 0.
@@ -152,9 +156,9 @@ class AttentionLayout(NamedTuple, Generic[A]):
 
 
 def lay_out(runs: Iterable[Span], pages: PageTable) -> tuple[AttentionLayout[Any], ...]:
-    """Lay out the rows of a chunk, given as runs in their order, for each place of their keys.
+    """Lay out the rows of a chunk, given as ordered runs, with one layout per location of keys.
 
-    The results hold arrays of the host.
+    The results contain arrays on the host.
     """
     layouts, start = [], 0
     for in_pages, group in groupby(runs, attrgetter("in_pages")):
@@ -167,7 +171,7 @@ def check_tiling(spans: Sequence[Span], num_rows: int | None = None) -> None:
     """Refuse spans whose queries do not tile the rows 0..num_rows-1 in order.
 
     Raises:
-        ValueError: a gap, an overlap, a row left over, or an end before its start.
+        ValueError: there is a gap, an overlap, a remaining row, or an end before its start.
     """
     ends = [0, *(span.q_end for span in spans)]
     ordered = all(span.q_start <= span.q_end and span.kv_start <= span.kv_end for span in spans)
@@ -182,7 +186,7 @@ class KeyTarget(NamedTuple):
 
     Attributes:
         k, v: [N, KV, hd], buffers of the store, which are written.
-        slots: [S] int64, the store's row of each of the last S rows; negative for none.
+        slots: [S] int64, the store's row for each of the last S rows; negative to skip a row.
     """
 
     k: Tensor
@@ -195,7 +199,7 @@ class KeySource(NamedTuple):
 
     Attributes:
         k, v: [N, KV, hd].
-        layout: the rows, and which of the keys each sequence reads.
+        layout: the rows, and the keys that each sequence reads.
     """
 
     k: Tensor
@@ -211,6 +215,6 @@ class HeadGroup:
     count: int
 
     def part(self, size: int) -> slice:
-        """Return this group's part of `size` heads, or channels of heads."""
+        """Return this group's part of `size` heads, or of channels of heads."""
         share = size // self.count
         return slice(self.index * share, (self.index + 1) * share)

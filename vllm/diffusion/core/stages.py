@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of every stage: layers take their memory by these, and plans sum them up.
+"""The buffers of every stage: layers allocate them, and plans sum their sizes.
 
-Projections list further buffers, by kind of weights, themselves (`ops.Workspace`).
+Projections declare further buffers themselves, by kind of weight (`ops.Workspace`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-# Of a stage, in the order in which it takes them: all that its layer, or the engine, may take.
+# All buffers that the layer or the engine may take in a stage, in the order in which it takes
+# them.
 Listed: TypeAlias = tuple[Buffer, ...]
 
-# Of a step: token, position and slot of a row.
+# Buffer of a step: token, position and slot of each row.
 INPUTS = Buffer("inputs", (3,), torch.int64, is_temporary=True)
-# Of a sample row: row and position, and what sampling finds.
+# Buffer of sample rows: row, position, and the results of sampling.
 RESULTS = Buffer("results", (2 + 3,), torch.float64, is_temporary=True)
-NUM_STREAM_BUFFERS = 2  # chunks of rows on the device at a time when they come from the host
+# Chunks of rows on the device at a time when rows are streamed from the host.
+NUM_STREAM_BUFFERS = 2
 
 
-# Of products; projections list theirs.
+# Buffers of products; projections declare their own in addition.
 
 
 def gate_up(dtype: torch.dtype, num_columns: int) -> Buffer:
-    """Gate and up, side by side."""
+    """Gate and up values, side by side."""
     return Buffer("gate and up", (num_columns,), dtype)
 
 
@@ -40,11 +42,11 @@ def projected(dtype: torch.dtype, num_columns: int) -> Buffer:
 
 
 def quantised_rows(dtype: torch.dtype, *shape: int) -> Buffer:
-    """Rows that were not written as quantised ones."""
+    """Quantised copy of rows that their kernel did not write in fp8."""
     return Buffer("quantised rows", shape, dtype)
 
 
-# Of the layers.
+# Buffers of the layers.
 
 
 def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
@@ -52,19 +54,21 @@ def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
 
 
 def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
-    """Residual stream before a layer and, with several groups of heads, with those so far added."""
+    """Residual stream before a layer; with several groups of heads, also with earlier groups
+    added.
+    """
     return _each(("x", "updated x")[:head_groups], dtype, hidden_size)
 
 
 def visiting(rows: Buffer) -> Listed:
-    """Chunks of rows that come from the host, the next on its way while one is worked on."""
+    """Chunks of rows streamed from the host; one is copied while another is processed."""
     return tuple(rows._replace(name=f"{rows.name} {i}") for i in range(NUM_STREAM_BUFFERS))
 
 
 def rotary(dtype: torch.dtype, rotary_dim: int, *, scales: bool, is_read: bool = False) -> Listed:
     """Cosines and sines of a step's or a chunk's rows, or of the sample rows (`is_read`).
 
-    Where queries have factors (`scales`), these follow.
+    If queries have factors (`scales`), these follow.
     """
     kind = "read " if is_read else ""
     tables = _each((f"{kind}cos", f"{kind}sin"), dtype, rotary_dim)
@@ -79,26 +83,26 @@ def fused_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
 def keys_values(
     dtype: torch.dtype, num_heads: int, head_dim: int, *, is_own: bool = False
 ) -> Listed:
-    """Keys and values of one group of heads; `is_own` for a chunk's, before ranks exchange them."""
+    """Keys and values of a group of heads; with `is_own`, a chunk's, before ranks exchange them."""
     return _each(("k", "v") if is_own else ("keys", "values"), dtype, num_heads, head_dim)
 
 
 def exchanged(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
-    """Heads that ranks give and receive in an exchange."""
+    """Heads that ranks send and receive in an exchange."""
     return _each(("given", "received"), dtype, num_heads, head_dim)
 
 
 def normed(dtype: torch.dtype, hidden_size: int) -> Buffer:
-    """Normed rows, from which keys and values are computed."""
+    """Normalised rows, from which keys and values are computed."""
     return Buffer("normed", (hidden_size,), dtype)
 
 
 def querying(
     dtype: torch.dtype, hidden_size: int, num_heads: int, head_dim: int, *, quantises: bool
 ) -> Listed:
-    """Queries, and the rows that they are computed from, which are given back before attention.
+    """Queries, and the rows from which they are computed, which are released before attention.
 
-    If the rows take no less than the results of attention, these can have their memory.
+    If the rows are at least as large as the results of attention, both can share memory.
     """
     is_apart = quantises or num_heads * head_dim > hidden_size
     rows = normed(dtype, hidden_size) if is_apart else _normed_aside(dtype, hidden_size)
@@ -106,12 +110,12 @@ def querying(
 
 
 def _normed_aside(dtype: torch.dtype, hidden_size: int) -> Buffer:
-    """Normed rows in the memory that attention's results have later."""
+    """Normalised rows in the memory that attention's results use later."""
     return Buffer("normed rows", (hidden_size,), dtype, is_temporary=True)
 
 
 def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
-    """Results of attention, their log-sum-exp, and the results of several sequences or sources."""
+    """Results of attention, their log-sum-exp, and the combined results of several sources."""
     return (
         Buffer("attention", (num_heads, head_dim), dtype, is_temporary=True),
         Buffer("statistics", (num_heads,), torch.float32, is_temporary=True),
@@ -119,8 +123,8 @@ def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
     )
 
 
-# Attention splits the keys of a chunk of few rows: the rows of one head times the parts are at most
-# this many for each multiprocessor.
+# Attention splits the keys of a chunk with few rows. The rows of one head times the number of
+# parts is at most this number per multiprocessor.
 SPLIT_ROWS = 128
 
 
@@ -135,17 +139,17 @@ def collected_keys(dtype: torch.dtype, num_heads: int, head_dim: int) -> Buffer:
 
 
 def gating(dtype: torch.dtype, hidden_size: int, width: int) -> Listed:
-    """Activations silu(gate) * up, and the normed rows, given back before the second product."""
+    """Activations silu(gate) * up, and the normalised rows, released before the second product."""
     return Buffer("activated", (width,), dtype), _normed_aside(dtype, hidden_size)
 
 
 def beside_experts(dtype: torch.dtype, hidden_size: int, *, has_shared: bool) -> Listed:
-    """Normed rows, and the result of a separate shared expert."""
+    """Normalised rows, and the result of a separate shared expert."""
     return _each(("normed", "shared expert")[: 1 + has_shared], dtype, hidden_size)
 
 
 def read_rows(dtype: torch.dtype, hidden_size: int) -> Listed:
-    """Hidden states of sample rows, and of those that another rank samples."""
+    """Hidden states of sample rows, and of rows that another rank samples."""
     return _each(("sample rows", "given rows"), dtype, hidden_size)
 
 
@@ -164,12 +168,12 @@ def of_experts(
     in_fp32: bool,
     quantises: bool,
 ) -> Listed:
-    """Buffers of `count` experts of this width, `chosen` for a row; scores may be fp32.
+    """Buffers of `count` experts of this width, `chosen` per row; scores may be fp32.
 
-    Rows of fp8 experts are fp8, too: first those of all rows, then those of the chosen.
+    The rows of fp8 experts are fp8, too: first all rows, then the rows of the chosen experts.
     """
     score = torch.float32.itemsize if in_fp32 else dtype.itemsize
-    # scores of all; weights, slots (int32) and choices (int16) of the chosen
+    # Scores of all experts; weights, slots (int32) and choices (int16) of the chosen experts.
     routing = count * score + chosen * (score + 4 + 2)
     listed = (
         Buffer("routing", (routing,), torch.uint8, is_temporary=True),
@@ -178,13 +182,14 @@ def of_experts(
     )
     if not quantises:
         return listed
-    num_bytes = max(hidden_size + 4, chosen * (width + 4))  # a byte a number, a scale a row
+    # One byte per number, and one fp32 scale per row.
+    num_bytes = max(hidden_size + 4, chosen * (width + 4))
     return (*listed, Buffer("quantised for experts", (num_bytes,), torch.uint8, is_temporary=True))
 
 
 def device_layers(num_layers: int, host_layers: int) -> int:
-    """Number of layers of kept keys and values that take memory of the device.
+    """Return the number of layers of kept keys and values that take device memory.
 
-    Layers in host memory visit it in turn, `NUM_STREAM_BUFFERS` at a time.
+    Layers in host memory are copied to the device in turn, `NUM_STREAM_BUFFERS` at a time.
     """
     return num_layers - host_layers + (NUM_STREAM_BUFFERS if host_layers else 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lone surrogates: halves of a UTF-16 pair, which Python's text may hold and no UTF-8 can write.
+"""Lone surrogates: halves of a UTF-16 pair, which Python strings may contain but UTF-8 cannot.
 
-A client that cuts a text in the middle of an emoji sends one as JSON's `"\\ud83d"`. Tokenizers and
-the engine's messages use UTF-8, so such a text has to be refused before either of them reads it.
+A client that splits a text within an emoji sends one as JSON's `"\\ud83d"`. Tokenizers and the
+engine's messages use UTF-8, so such a text must be refused before it reaches them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from vllm.diffusion.core.errors import InvalidParameterError
 
 _LONE = re.compile("[\ud800-\udfff]")
-_Path = tuple[Any, str | int]  # the path of the parent, None for the whole; a key or an index
-_SHOWN = 20  # characters before a lone surrogate, so that its place in a long text can be found
+_Path = tuple[Any, str | int]  # path of the parent (None at the root); a key or an index
+_SHOWN = 20  # characters shown before a lone surrogate, to help find it in a long text
 
 
 def refuse_lone_surrogates(value: Any, field: str = "") -> None:
-    """Refuse a value that holds a lone surrogate in a text or in a key.
+    """Refuse a value with a lone surrogate in a text or in a key.
 
-    The work is linear in the size of the value, however deep it is nested.
+    The work is linear in the size of the value, at any depth of nesting.
 
     Args:
-        value: strings, lists, tuples and dicts of them; anything else is passed over.
+        value: strings, lists, tuples and dicts of them; other values are ignored.
         field: path of the value in the request.
 
     Raises:
@@ -52,7 +52,10 @@ def _check(text: str, path: _Path) -> None:
 
 
 def _written(path: _Path) -> str:
-    """Write a path as `messages[0].content`; paths are linked, so that walking makes no texts."""
+    """Format a path as `messages[0].content`.
+
+    Paths are linked lists, so that walking a value creates no strings.
+    """
     steps: list[str] = []
     link: _Path | None = path
     while link is not None:

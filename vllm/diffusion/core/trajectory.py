@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an answer came about: by step, which tokens were committed, and how probable they were."""
+"""The record of an answer's denoising: which tokens each step committed, and their probability."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class CandidateLogprobs(NamedTuple):
-    """Log probabilities of R candidates, as they stand in the extras of `Samples`.
+    """Log probabilities of R candidates, as packed in the extras of `Samples`.
 
-    They are of the model's own distribution: after guidance and the request's edits, without
-    forbidden tokens, before temperature and filters.
+    The distribution is the model's own: after guidance and the request's edits and without
+    forbidden tokens, but before temperature and filters.
 
     Attributes:
         tokens, logprobs: [R], the proposed token and its log probability.
-        greedy, greedy_logprobs: [R], the same of the argmax of the noise-free logits.
+        greedy, greedy_logprobs: [R], the same for the argmax of the noise-free logits.
         entropies: [R], in nats.
     """
 
@@ -32,11 +32,11 @@ class CandidateLogprobs(NamedTuple):
 
     @classmethod
     def unpack(cls, rows: Array) -> CandidateLogprobs:
-        """Name the first rows of [5 or more, R]."""
+        """Return the first rows of [5 or more, R] by name."""
         return cls(*rows[: len(cls._fields)])
 
     def of(self, tokens: Array) -> Array:
-        """Return the log probabilities of `tokens` [R], NaN for those that were not proposed."""
+        """Return the log probabilities of `tokens` [R], NaN for tokens that were not proposed."""
         known: Array = self.logprobs.copy()
         known[tokens != self.tokens] = float("nan")
         is_greedy = tokens == self.greedy
@@ -45,13 +45,13 @@ class CandidateLogprobs(NamedTuple):
 
 
 class Commits(NamedTuple):
-    """Commits of an answer in their order, K tokens; the mask token reopens a position.
+    """The K commits of an answer in order; a commit of the mask token reopens a position.
 
     Attributes:
         steps: [K] int32, numbers of steps, from 1.
-        positions: [K] int32, on the canvas; below 0 in the prompt.
+        positions: [K] int32, on the canvas; negative in the prompt.
         token_ids: [K] int32.
-        logprobs: [K] fp32, NaN where there is none.
+        logprobs: [K] fp32, NaN if there is none.
     """
 
     steps: Array
@@ -62,23 +62,24 @@ class Commits(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The N canvas positions of an answer up to the end of the last block begun.
+    """The N canvas positions of an answer up to the end of the last block that was begun.
 
     Attributes:
         prompt_length: tokens before the canvas.
         block_length: usual length of a block.
         block_starts: canvas positions at which blocks begin.
-        token_ids: [N] int32; the mask token where nothing was committed.
-        commit_steps: [N] int32: step that committed the token; 0: it stood there; -1: masked.
+        token_ids: [N] int32; the mask token if nothing was committed.
+        commit_steps: [N] int32: step that committed the token; 0 if the token was given; -1 if the
+            position is masked.
         block_steps: [N] int32: the same, counted from the block's first step.
-        logprobs: [N] fp32, NaN where there is none.
-        entropies: [N] fp32 of the commits' distributions; None where they are not wanted.
+        logprobs: [N] fp32, NaN if there is none.
+        entropies: [N] fp32 of the commits' distributions; None if they were not requested.
         filled: canvas positions that the rule filled.
-        edits: all commits, where tokens were replaced; else None.
-        prompt: commits of masks of the prompt; their positions count from its start.
+        edits: all commits, if tokens were replaced; else None.
+        prompt: commits of masks in the prompt; their positions count from its start.
         mask_forbidden: steps in which the mask token was forbidden.
         num_steps: steps of the answer.
-        weight_steps: generations of weights, each with the first step that it computed.
+        weight_steps: versions of the weights, each with the first step that it computed.
     """
 
     prompt_length: int

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guided output: answers that match a schema, a regex or a choice, by construction."""
+"""Guided output: answers that always match a schema, a regular expression or a choice."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that the compilation of one format may cost."""
+"""Limits on the work of compiling one format."""
 
 from __future__ import annotations
 
 import time
 
-MAX_WORK = 5_000_000  # operations of one compilation, each of about a microsecond
-MAX_SECONDS = 60.0  # of one compilation, whatever else the machine does
+MAX_WORK = 5_000_000  # operations of one compilation, about a microsecond each
+MAX_SECONDS = 60.0  # seconds of one compilation, even if the machine is busy
 
 
 class TooLargeError(ValueError):
-    """A language exceeds a limit; the message has the numbers."""
+    """A language exceeds a limit; the message contains the numbers."""
 
 
 class OutOfWorkError(TooLargeError):
@@ -18,15 +18,15 @@ class OutOfWorkError(TooLargeError):
 
 
 class OutOfTimeError(TooLargeError):
-    """A compilation has taken too long, which it may not do on another day."""
+    """A compilation has taken too long; it may succeed when the machine is less busy."""
 
 
 class CancelledError(Exception):
-    """Nobody waits for the language any more."""
+    """No request waits for the language any more."""
 
 
 class Allowance:
-    """Bounds the work of one compilation; any thread may end it.
+    """Limits the work of one compilation, which any thread may cancel.
 
     Args:
         work: operations that the compilation may use.
@@ -38,11 +38,11 @@ class Allowance:
         self._is_cancelled = False
 
     def spend(self, work: int) -> None:
-        """Count operations before they are done.
+        """Count operations before they are run.
 
         Raises:
-            TooLargeError: no more operations, or no more time, are left.
-            CancelledError: the compilation is to end.
+            TooLargeError: no operations or no time are left.
+            CancelledError: the compilation has been cancelled.
         """
         self._left -= work
         if self._left < 0:
@@ -53,5 +53,5 @@ class Allowance:
             raise OutOfTimeError(f"it takes more than {MAX_SECONDS:.0f} s to compile")
 
     def cancel(self) -> None:
-        """Let the next `spend` raise `CancelledError`."""
+        """Make the next `spend` raise `CancelledError`."""
         self._is_cancelled = True

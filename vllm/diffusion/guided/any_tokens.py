@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint choices in a language of any tokens, which need all kernels that later ones do."""
+"""Joint choices in a language of all strings, which compile all kernels that later choices need."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _ROWS = 2
-# Of each width of a state's edges, up to a power of two, one kernel has another tile.
+# Kernels are specialised by the number of a state's edges, rounded up to a power of two.
 _EDGES = (16, 32, 64)
 
 
 def kernel_calls(
     vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """Yield joint choices, each of which needs kernels that the others do not.
+    """Yield joint choices, each of which compiles kernels that the others do not.
 
     Args:
         vocab_size: columns of whole rows of logits.
-        dtype: their dtype; edited ones are fp32.
-        device: where they are.
+        dtype: dtype of the logits; edited logits are fp32.
+        device: device of the logits.
     """
     for temperature in (0.0, 1.0):
         for kind, edges in ((dtype, _EDGES), (torch.float32, _EDGES[:1])):
@@ -40,11 +40,11 @@ def kernel_calls(
 
 
 def language_of(vocab_size: int, num_edges: int) -> Language:
-    """Make the language of all strings; its last token ends them.
+    """Return the language of all strings, which the last token ends.
 
     Args:
         vocab_size: number of tokens.
-        num_edges: edges of every state, of which most lead nowhere.
+        num_edges: edges of every state, most of which are unused.
     """
     of_token = np.zeros(vocab_size, dtype=np.int16)
     of_token[-1] = 1

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-MAX_PARTS = 200_000  # of an expression with its repetitions written out
-MAX_STATES = 20_000  # of the automaton, over bytes as over tokens
-_MAX_SUBSETS = 3 * MAX_STATES  # before equivalent states are merged
-_NOWHERE = -1  # in a row that is not complete yet
-_MANY_SETS = 256  # that are joined at once
-_UNCOUNTED_WORK = 1 << 16  # operations that are counted together
+MAX_PARTS = 200_000  # parts of an expression with its repetitions expanded
+MAX_STATES = 20_000  # states of the automaton, over bytes or over tokens
+_MAX_SUBSETS = 3 * MAX_STATES  # subsets before equivalent states are merged
+_NOWHERE = -1  # unknown target in a row that is not complete yet
+_MANY_SETS = 256  # number of sets above which they are joined in one call
+_UNCOUNTED_WORK = 1 << 16  # operations between two calls of `spend`
 
 
 @dataclass(frozen=True)
 class Automaton:
-    """Automaton with states 0 to Q - 1, all reachable and leading to acceptance; 0 is initial.
+    """Automaton with states 0 to Q - 1, all reachable and able to reach acceptance; 0 is initial.
 
     Attributes:
         table: [Q + 1, K] int32: the next state by class of bytes; Q is the dead state.
@@ -53,7 +53,7 @@ class Automaton:
         return len(self.table) - 1
 
     def accepts(self, data: bytes) -> bool:
-        """Whether bytes are in the language; takes time linear in their number."""
+        """Return whether bytes are in the language; takes time linear in their number."""
         state, table, classes = 0, memoryview(self.table.data), self.classes.tolist()
         for byte in data:
             state = table[state, classes[byte]]
@@ -65,7 +65,7 @@ def build(node: Node, allowance: Allowance | None = None) -> Automaton:
 
     Args:
         node: the expression.
-        allowance: bounds the work; a default one if None.
+        allowance: limits the work; None uses a default.
 
     Raises:
         TooLargeError: it has too many parts or states; the message names its largest repetition.
@@ -92,7 +92,7 @@ def _built(node: Node, allowance: Allowance) -> Automaton:
 
 
 class _Nfa:
-    """Nondeterministic automaton with moves over bytes and over nothing; state 0 is initial."""
+    """Nondeterministic automaton with moves over bytes and empty moves; state 0 is initial."""
 
     def __init__(self) -> None:
         self.free: list[list[int]] = []
@@ -104,7 +104,7 @@ class _Nfa:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """Append `node` behind state `start`; return its end state, which no move leaves yet."""
+        """Append `node` after state `start`; return its end state, which has no moves yet."""
         if isinstance(node, Byte):
             end = self.new()
             self.moves[start].append((node.mask, end))
@@ -153,7 +153,7 @@ class _Nfa:
 
 
 def _byte_classes(masks: set[int]) -> tuple[Array, dict[int, tuple[int, ...]]]:
-    """Group bytes that all masks treat alike: [256] int64, and the classes of each mask."""
+    """Group bytes that all masks treat equally: [256] int64, and the classes of each mask."""
     ordered = sorted(masks)
     kinds: dict[tuple[int, ...], int] = {}
     numbers = np.empty(256, dtype=np.int64)
@@ -175,7 +175,8 @@ def _determine(nfa: _Nfa, end: int, allowance: Allowance) -> tuple[Array, Array,
     subsets = [closures.of(0)]
     numbers = {subsets[0]: 0}
     rows: list[Array] = []
-    for subset in subsets:  # which grows meanwhile
+    # The list grows during the loop.
+    for subset in subsets:
         targets = _targets(subset, nfa, closures, of_mask, allowance)
         for reached in targets.values():
             if reached not in numbers:
@@ -215,10 +216,10 @@ def _targets(
 
 
 def _union(sets: list[frozenset[int]]) -> frozenset[int]:
-    """Join sets, many of them at once.
+    """Return the union of sets; many sets are joined in one call.
 
-    The order of a set depends on how it was made, states are numbered in that order, and draws go
-    by these numbers. So the two ways must not be exchanged.
+    The iteration order of a set depends on how it was made, states are numbered in that order, and
+    draws depend on these numbers. So the two branches must not be exchanged.
     """
     if len(sets) > _MANY_SETS:
         return sets[0].union(*sets[1:])
@@ -226,7 +227,7 @@ def _union(sets: list[frozenset[int]]) -> frozenset[int]:
 
 
 class _Closures:
-    """The relevant states that each state of a nondeterministic automaton reaches over nothing."""
+    """The relevant states that each state reaches over empty moves."""
 
     def __init__(self, nfa: _Nfa, end: int, allowance: Allowance) -> None:
         self._nfa, self._end, self._allowance = nfa, end, allowance
@@ -251,7 +252,7 @@ class _Closures:
 
 
 def _useful(table: Array, accepting: Array) -> tuple[Array, Array]:
-    """Remove states from which nothing is accepted, except the first one."""
+    """Remove states that cannot reach acceptance, except the first state."""
     alive = accepting.copy()
     sources, starts = _predecessors(table)
     waiting: list[int] = accepting.nonzero()[0].tolist()
@@ -266,7 +267,7 @@ def _useful(table: Array, accepting: Array) -> tuple[Array, Array]:
 
 
 def _predecessors(table: Array) -> tuple[Array, Array]:
-    """Return the states that lead to each one, and where each one's begin [Q + 1]."""
+    """Return the predecessors of all states, and the start of each state's predecessors [Q + 1]."""
     dead = len(table) - 1
     states, kinds = (table != dead).nonzero()
     targets = table[states, kinds]
@@ -288,12 +289,14 @@ def _least(table: Array, accepting: Array, allowance: Allowance) -> tuple[Array,
 def _groups(table: Array, accepting: Array, allowance: Allowance) -> Array:
     """Return the number of every state's class of equivalent states, [Q + 1] int32.
 
-    Classes are split by where their states lead, until nothing changes. A round looks only at
-    states that lead to one whose class has changed, and the largest part of a class keeps its
-    number. So a long chain, which splits off one state a round, costs no more than other automata.
+    Classes are split by the classes of their states' targets until nothing changes. Each round
+    looks only at states with a target whose class has changed, and the largest part of a class
+    keeps its number. So a long chain, which splits off one state per round, costs no more than
+    other automata.
     """
     group = accepting.astype(np.int32)
-    group[-1] = 2  # `_useful` leaves no other state that is dead
+    # `_useful` has removed all other dead states.
+    group[-1] = 2
     sizes = np.bincount(group, minlength=3).tolist()
     sources, starts = _predecessors(table)
     looked_at = np.arange(len(table) - 1)
@@ -315,7 +318,7 @@ def _groups(table: Array, accepting: Array, allowance: Allowance) -> Array:
 
 
 def _parts(group: Array, table: Array, looked_at: Array) -> dict[int, list[list[int]]]:
-    """Group states by their class, and each class by the classes to which its states lead."""
+    """Group states by class, and the states of a class by the classes of their targets."""
     parts: dict[int, dict[bytes, list[int]]] = {}
     numbers, targets = group[looked_at].tolist(), group[table[looked_at]]
     for state, number, row in zip(looked_at.tolist(), numbers, targets, strict=True):
@@ -324,9 +327,9 @@ def _parts(group: Array, table: Array, looked_at: Array) -> dict[int, list[list[
 
 
 def _moved(group: Array, sizes: list[int], number: int, parts: list[list[int]]) -> list[list[int]]:
-    """Return the parts of a class that get new numbers: all but the largest one.
+    """Return the parts of a class that get new numbers, which are all but the largest part.
 
-    States of the class that are in none of `parts` lead where they led before, and form another.
+    States of the class that are in none of `parts` have unchanged targets and form another part.
     """
     num_others = sizes[number] - sum(map(len, parts))
     ordered = sorted(parts, key=len)
@@ -342,7 +345,14 @@ def _moved(group: Array, sizes: list[int], number: int, parts: list[list[int]]) 
 def _picked(
     table: Array, accepting: Array, kept: Array, numbers: Array, dead: Array
 ) -> tuple[Array, Array]:
-    """Keep the states `kept`; every state [Q + 1] has its new number, or is dead."""
+    """Return table and acceptance of the states `kept`, renumbered.
+
+    Args:
+        table, accepting: the automaton.
+        kept: the states to keep, in their new order.
+        numbers: [Q + 1] new number of every state.
+        dead: [Q + 1] whether a state becomes the dead state.
+    """
     new = np.where(dead, len(kept), numbers)
     new[-1] = len(kept)
     rows = [*kept, len(table) - 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint choices of all requests of a step on a GPU, in a few launches whatever their number."""
+"""Joint choices of all requests of a step on a GPU, with a constant number of launches."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.guided.language import Language
 
-_TILE = 2048  # tokens that a program reads
+_TILE = 2048  # tokens per program
 _SETS, _MEMBERS = 16, 16
 _CLASSES, _CLASS_SEGMENTS = 16, 64
-_STATES, _EDGES = 512, 16  # that a program looks at together
+_STATES, _EDGES = 512, 16  # tile of states and edges of a program
 _FIELDS = 32
-_BYTES_OF_SEGMENT = 16  # three numbers and a token
-_MAX_SEGMENT_BYTES = 32 << 20  # of what is kept of segments
+_BYTES_OF_SEGMENT = 16  # bytes per segment: three fp32 numbers and a token
+_MAX_SEGMENT_BYTES = 32 << 20  # maximum bytes of intermediate results of segments
 
 
 class DeviceTables:
-    """Languages on a device, one after the other.
+    """Languages on a device, concatenated in one table.
 
     Attributes:
         table: int32.
-        offsets: by id of a language, where its parts begin: segments, starts of classes, starts of
-            sets, members, sets and targets of edges, room.
+        offsets: by id of a language, the starts of its parts: segments, starts of classes, starts
+            of sets, members, sets and targets of edges, room.
     """
 
     def __init__(self, languages: Iterable[Language], device: torch.device) -> None:
@@ -44,7 +44,7 @@ class DeviceTables:
             parts = [part.astype(np.int32).ravel() for part in _parts(language)]
             begins = np.cumsum([end, *map(len, parts)]).tolist()
             self.offsets[id(language)] = begins[:-1]
-            end = _aligned(begins[-1])  # where the next one's segments begin
+            end = _aligned(begins[-1])  # start of the next language's segments
             flat += [*parts, np.zeros(end - begins[-1], dtype=np.int32)]
         (self.table,) = ops.to_device((np.concatenate(flat),), device)
 
@@ -62,7 +62,7 @@ def _parts(language: Language) -> tuple[ops.Array, ...]:
 
 
 class _LastTables:
-    """Cache of the last step's languages, which mostly are those of the next one."""
+    """Cache of the last step's languages, which the next step usually needs again."""
 
     tables: tuple[tuple[frozenset[int], str], DeviceTables] | None = None
 
@@ -70,7 +70,8 @@ class _LastTables:
 def _tables(languages: Sequence[Language], device: torch.device) -> DeviceTables:
     distinct = {id(language): language for language in languages}
     key = (frozenset(distinct), str(device))
-    cached = _LastTables.tables  # read once, as kernels are compiled in several threads
+    # Read the attribute once, because kernels are compiled in several threads.
+    cached = _LastTables.tables
     if cached is None or cached[0] != key:
         cached = _LastTables.tables = key, DeviceTables(distinct.values(), device)
     return cached[1]
@@ -92,7 +93,7 @@ class DeviceStep:
         self._num_rows = sum(joint.num_rows for joint in self._joints)
         most_segments = max(len(language.segments.tokens) for language in languages)
         self._width = languages[0].segments.tokens.shape[1]
-        # Whole multiples of 16, for which Triton compiles one kernel whatever the language.
+        # Multiples of 16, so that Triton compiles one kernel for all languages.
         self._most_segments = _aligned(most_segments)
         self._most_classes = _aligned(max(language.num_classes for language in languages))
         self._drawn = {"DRAWN": any(joint.temperature > 0 for joint in self._joints)}
@@ -108,7 +109,8 @@ class DeviceStep:
         self._tokens = torch.empty(shape, dtype=torch.int32, device=device)
 
     def read(self, logits: torch.Tensor, first_column: int) -> None:
-        """Read whole rows [r, V] of logits, the step's sample rows from `first_column` on.
+        """Read whole rows [r, V] of logits, which are the step's sample rows from `first_column`
+        on.
 
         Rows of other requests are skipped.
         """
@@ -141,7 +143,7 @@ class DeviceStep:
         )
 
     def choose(self, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose, and write the result into `sampled` [3 or more, columns] fp64.
+        """Choose the tokens, and write them into `sampled` [3 or more, columns] fp64.
 
         Returns:
             tokens [R] int64 and their log probabilities [R] float64.
@@ -188,7 +190,7 @@ def _aligned(count: int) -> int:
 
 
 def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, int]:
-    """Make the kernels' parameters of requests [J, 32], and count the values they keep."""
+    """Return the kernels' parameters of requests [J, 32], and the number of values they store."""
     numbers = np.zeros((len(joints), _FIELDS), dtype=np.int64)
     num_positions = num_values = 0
     for fields, joint in zip(numbers, joints, strict=True):
@@ -210,11 +212,11 @@ def _numbers(joints: Sequence[Any], tables: DeviceTables) -> tuple[ops.Array, in
 
 
 def _positions(joints: Sequence[Any]) -> tuple[ops.Array, ...]:
-    """Make the index arrays of N positions, R rows and the step's sample rows.
+    """Return the index arrays of N positions, R rows and the step's sample rows.
 
     Returns:
-        int32: request of every position, its row (-1 where a token stands, -2 where anything may),
-        the class of the token; [R, 3] position, column and request of every row; row of every
+        int32: request of every position; its row (-1 if it has a token, -2 if any token may follow
+        later); class of its token; [R, 3] position, column and request of every row; row of every
         column, -1 for none.
     """
     kinds = np.concatenate([joint.window.kinds for joint in joints])

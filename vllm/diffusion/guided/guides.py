@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.syntax import Node
 
 STRUCTURED = "structured_outputs"
-SPEC = "dllm_spec"  # key of extra_args under which our own routes hand on what is asked for
+SPEC = "dllm_spec"  # key of extra_args under which our routes pass on the format
 RESPONSE_FORMAT = "response_format"
-MAX_KEPT = 256  # languages in a process
-MAX_CHARACTERS = 200_000  # of what is asked for, as JSON
-QUICK_WORK = 200_000  # operations of a compilation that others do not wait for
+MAX_KEPT = 256  # cached languages per process
+MAX_CHARACTERS = 200_000  # characters of a format as JSON
+QUICK_WORK = 200_000  # operations of a compilation in the quick thread
 
 _KINDS = ("json", "regex", "choice", "json_object")
 _OF_JSON_SCHEMA = {"name", "description", "schema", "json_schema", "strict"}
@@ -58,7 +58,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """Requested format: `kind` is one of structured_outputs' fields, `value` its JSON."""
+    """Requested format: `kind` is a field of structured_outputs, `value` its JSON text."""
 
     kind: str
     value: str
@@ -67,11 +67,11 @@ class Spec:
 
 @dataclass(frozen=True)
 class Guide:
-    """A compiled language, as requests carry it.
+    """A compiled language in the form that requests carry.
 
     Attributes:
         language: result of `Language.packed`.
-        least_tokens: number of tokens of the shortest answer.
+        least_tokens: tokens of the shortest answer.
         prefix: tokens with which every answer begins.
         may_call: whether answers that begin with "<" are calls of functions.
     """
@@ -83,10 +83,10 @@ class Guide:
 
 
 def spec_of(given: Any) -> Spec | None:
-    """Read upstream's `structured_outputs`, a map of its fields.
+    """Convert upstream's `structured_outputs`, a map of its fields, to a format.
 
     Raises:
-        InvalidParameterError: it asks for nothing, for two things, or for what cannot be had.
+        InvalidParameterError: it has no format or two formats, or an unsupported value.
     """
     if given is None:
         return None
@@ -107,10 +107,10 @@ def spec_of(given: Any) -> Spec | None:
 
 
 def spec_of_format(given: Any) -> Spec | None:
-    """Read OpenAI's `response_format`; None for text.
+    """Convert OpenAI's `response_format` to a format; None for text.
 
     Raises:
-        InvalidParameterError: it is none that is known.
+        InvalidParameterError: the format is unknown.
     """
     kind = given.get("type") if isinstance(given, dict) else None
     if given is None or given == {"type": "text"}:
@@ -132,10 +132,10 @@ def spec_of_format(given: Any) -> Spec | None:
 
 
 def requested_spec(response_format: Any, structured_outputs: Any) -> Spec | None:
-    """Read the two fields, of which at most one may ask for a format.
+    """Return the format from the two fields, of which at most one may request a format.
 
     Raises:
-        InvalidParameterError: both do, or one is none that is known.
+        InvalidParameterError: both request a format, or a format is unknown.
     """
     spec, other = spec_of_format(response_format), spec_of(structured_outputs)
     if spec is not None and other is not None:
@@ -179,7 +179,10 @@ def _spec(kind: str, value: Any, field: str) -> Spec:
 
 
 def _is_longer(value: Any, limit: int) -> bool:
-    """Whether a value has more characters as JSON, at least; looks at no more of it than that."""
+    """Return whether a value surely has more than `limit` characters as JSON.
+
+    The search stops at the limit, so that a large value costs no more time.
+    """
     waiting, count = [value], 0
     while waiting and count <= limit:
         value = waiting.pop()
@@ -193,7 +196,7 @@ def _is_longer(value: Any, limit: int) -> bool:
 
 
 def _excerpt(kind: str, value: Any) -> str:
-    """Return what is shown of a long value in an error."""
+    """Return the part of a long value that an error contains."""
     if isinstance(value, str):
         return value[:100]
     count, what = (len(value[0]), "functions") if kind == "tools" else (len(value), "members")
@@ -201,11 +204,11 @@ def _excerpt(kind: str, value: Any) -> str:
 
 
 def expression(spec: Spec, allowance: Allowance | None = None) -> Node:
-    """Make the expression of a requested format.
+    """Return the expression of a requested format.
 
     Raises:
-        SchemaError, UnsupportedPatternError: it cannot be had.
-        TooLargeError: it costs more than the allowance.
+        SchemaError, UnsupportedPatternError: the format is not supported.
+        TooLargeError: it exceeds the allowance.
     """
     value, allowance = json.loads(spec.value), allowance or Allowance()
     if spec.kind == "json":
@@ -219,7 +222,7 @@ def expression(spec: Spec, allowance: Allowance | None = None) -> Node:
 
 @dataclass(eq=False)
 class _Compilation:
-    """One format that is being compiled, for all requests that wait for it."""
+    """The compilation of one format, shared by all requests that wait for it."""
 
     result: Future[Guide | InvalidParameterError] = field(default_factory=Future)
     allowance: Allowance = field(default_factory=lambda: Allowance(QUICK_WORK))
@@ -232,16 +235,17 @@ class _Compilation:
 
 
 class Guides:
-    """Cache of one model's compiled languages; threads may share it.
+    """Cache of one model's compiled languages; it is thread-safe.
 
-    Requests of a server wait in `compiled`. Each format first gets the few operations that a usual
-    one takes, in one thread; formats that need more are compiled one after the other in another
-    thread, so that the usual ones never wait for them. No lock is held meanwhile.
+    Requests of a server wait in `compiled`. Each format is first compiled in one thread with a
+    small budget of operations, which is enough for usual formats. Larger formats are compiled one
+    after the other in another thread, so that usual formats never wait for them. No lock is held
+    during a compilation.
 
     Args:
-        load: loads the vocabulary, at first use.
+        load: loads the vocabulary at first use.
         ends: ids that end an answer; None if the checkpoint has none.
-        tokenise: function of a text that returns its token ids.
+        tokenise: function from a text to its token ids.
     """
 
     def __init__(
@@ -253,19 +257,19 @@ class Guides:
         self._load, self._ends, self._tokenise = load, ends, tokenise
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
-        self._lock = threading.Lock()  # of what follows, never held for longer than a look-up
+        self._lock = threading.Lock()  # guards the attributes below, held only for look-ups
         self._kept: OrderedDict[Spec, Guide | InvalidParameterError] = OrderedDict()
         self._held: WeakValueDictionary[Spec, Guide] = WeakValueDictionary()
         self._compilations: dict[Spec, _Compilation] = {}
         self._quick, self._slow = (ThreadPoolExecutor(1, f"format-{n}") for n in ("quick", "slow"))
 
     def guide(self, spec: Spec) -> Guide:
-        """Return the compiled language of a requested format, which is compiled here if need be.
+        """Return the compiled language of a format; compile it in this thread if necessary.
 
-        A language that any request still holds is never compiled again.
+        A language that a request still uses is never compiled again.
 
         Raises:
-            InvalidParameterError: naming the field, and the part of it that cannot be had.
+            InvalidParameterError: naming the field, and its unsupported part.
         """
         with self._lock:
             guide = self._known(spec)
@@ -274,12 +278,13 @@ class Guides:
         return _accepted(guide)
 
     async def compiled(self, spec: Spec) -> Guide:
-        """Return the compiled language of a requested format, compiled in another thread.
+        """Return the compiled language of a format, compiled in another thread.
 
-        If the caller is cancelled and nobody else waits for the format, its compilation ends.
+        If the caller is cancelled and no other request waits for the format, the compilation is
+        cancelled.
 
         Raises:
-            InvalidParameterError: as `guide`.
+            InvalidParameterError: see `guide`.
         """
         with self._lock:
             guide = self._known(spec)
@@ -321,7 +326,7 @@ class Guides:
         return work
 
     def _run(self, spec: Spec, work: _Compilation, *, is_quick: bool) -> None:
-        """Compile a format in a thread of its own, and leave the result to those who wait."""
+        """Compile a format in a worker thread, and set the result for the waiting requests."""
         try:
             if not is_quick:
                 work.allowance = Allowance(MAX_WORK)
@@ -331,7 +336,8 @@ class Guides:
             work.result.set_result(guide)
         except OutOfWorkError:
             self._slow.submit(self._run, spec, work, is_quick=False)
-        except OutOfTimeError as error:  # is not kept: the next time may be a better one
+        # The refusal is not cached, because the next attempt may be fast enough.
+        except OutOfTimeError as error:
             work.result.set_result(_refusal(spec, error))
         except CancelledError:
             work.result.cancel()
@@ -341,12 +347,12 @@ class Guides:
     def _answer(
         self, spec: Spec, allowance: Allowance, *, is_quick: bool = False
     ) -> Guide | InvalidParameterError:
-        """Return a language, or why there is none.
+        """Return a language, or the refusal of its format.
 
         Raises:
             OutOfWorkError: a quick compilation needs more operations.
             OutOfTimeError: it takes too long.
-            CancelledError: nobody waits for it.
+            CancelledError: no request waits for it any more.
         """
         try:
             return self._compile(spec, allowance)
@@ -373,9 +379,9 @@ class Guides:
         return Guide(language.packed(), language.least_tokens, prefix, spec.kind == "tools")
 
     def _prefix(self, automaton: Automaton, language: Language) -> tuple[int, ...]:
-        """Return the tokens of the text that every answer begins with, except the last one.
+        """Return the tokens of the text with which every answer begins, except the last token.
 
-        The last one may be the beginning of a longer token that the model prefers.
+        The last token may be the beginning of a longer token that the model prefers.
         """
         text = forced(automaton).decode(errors="ignore")
         state, prefix = 0, []
@@ -389,19 +395,20 @@ class Guides:
 
 def _accepted(guide: Guide | InvalidParameterError) -> Guide:
     if isinstance(guide, InvalidParameterError):
-        raise guide.with_traceback(None)  # one for all requests, which would make it longer
+        # All requests share the exception, whose traceback would grow with each raise.
+        raise guide.with_traceback(None)
     return guide
 
 
 def _refusal(spec: Spec, why: object) -> InvalidParameterError:
     value = json.loads(spec.value)
     if spec.kind == "tools":
-        value = [*value[0]]  # names, in place of schemas
+        value = [*value[0]]  # names instead of schemas
     return InvalidParameterError(spec.field, value, in_line(str(why), 600))
 
 
 def forced(automaton: Automaton) -> bytes:
-    """Return the bytes that all texts of a language begin with."""
+    """Return the bytes with which all texts of a language begin."""
     text, state, dead = bytearray(), 0, automaton.num_states
     while not automaton.accepting[state]:
         kinds = (automaton.table[state] != dead).nonzero()[0]
@@ -414,10 +421,10 @@ def forced(automaton: Automaton) -> bytes:
 
 
 def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:
-    """Refuse a canvas in which no answer of a language fits.
+    """Refuse a canvas that is too short for any answer of a language.
 
     Raises:
-        InvalidParameterError: with the least length.
+        InvalidParameterError: with the minimum length.
     """
     if guide.least_tokens > room:
         raise InvalidParameterError(
@@ -429,15 +436,15 @@ def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:
 
 
 def packed(spec: Spec) -> list[str]:
-    """Pack a spec for transport through upstream, under `SPEC`."""
+    """Convert a spec to the value that upstream passes on under `SPEC`."""
     return [spec.kind, spec.value, spec.field]
 
 
 def unpacked(given: Any) -> Spec:
-    """Invert `packed`, checking a value that anyone may have sent.
+    """Invert `packed`, and check the value, which any client may have sent.
 
     Raises:
-        InvalidParameterError: nothing of ours has packed it.
+        InvalidParameterError: `packed` cannot have made the value.
     """
     is_spec = isinstance(given, list) and len(given) == 3
     if not is_spec or not all(isinstance(x, str) for x in given) or given[0] not in _WRITERS:
@@ -450,7 +457,7 @@ def unpacked(given: Any) -> Spec:
 
 
 def spec_of_tools(tools: Tools) -> Spec:
-    """Make the spec of calls of functions.
+    """Return the spec of calls of functions.
 
     Raises:
         InvalidParameterError: it is too long.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint choice of a request's tokens in a forward, after rows of logits are read as they come."""
+"""Joint choice of a request's tokens in a forward pass, whose logits are read as they arrive."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.open_window import OpenWindow
     from vllm.diffusion.ops import Array
 
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # the GPU's way, for tests
+# Triton's interpreter runs the GPU's code in tests.
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @dataclass(eq=False)
 class Joint:
-    """Tokens that one forward of a request chooses together.
+    """The tokens that one forward pass of a request chooses together.
 
     Attributes:
         language: language of the answer.
         window: positions to choose for.
-        temperature: 0 takes the best string; else one is drawn.
+        temperature: 0 selects the best string; above 0 a string is drawn.
         seed, step: keys of the request's random numbers.
-        is_tempered: whether confidences are taken at the temperature.
-        sets_scores: whether a candidate's score is the probability of its token; else sampling's
-            score stays.
+        is_tempered: whether confidences are computed at the temperature.
+        sets_scores: whether the probability of a candidate's token becomes its score; otherwise the
+            score of sampling is kept.
         excluded: at most two token ids whose probability counts as zero.
-        num_logprobs: number of most likely tokens that the request wants besides log probabilities;
-            None for neither.
+        num_logprobs: number of most likely tokens reported with the log probabilities; None if no
+            log probabilities are requested.
         peers: all joint choices of the step, including this one.
         end: end (last + 1) of its columns among all sample rows of the step.
         num_seen: number of rows read so far.
@@ -70,22 +71,22 @@ class Joint:
 
     @property
     def scales(self) -> tuple[float, float]:
-        """Factors of logits for the draw, and for the score."""
+        """Factors of the logits for the draw and for the score."""
         scale = 1 / self.temperature if self.temperature > 0 else 1.0
         return scale, scale if self.is_tempered else 1.0
 
     @property
     def first_column(self) -> int:
-        """Column, in the step's sampled tensor, of the next row whose logits arrive."""
+        """Column of the next row of logits in the step's tensor of samples."""
         return self.end - self.num_rows + self.num_seen
 
     def rows_among(self, positions: Array) -> slice:
-        """Return the range of its rows among ascending canvas positions."""
+        """Return the range of this choice's rows among ascending canvas positions."""
         start, stop = np.searchsorted(positions, [self.window.first, self.window.stop])
         return slice(int(start), int(stop))
 
     def read(self, logits: torch.Tensor, positions: torch.Tensor) -> None:
-        """Read whole rows of logits [R, V] of canvas `positions` [R], in ascending order."""
+        """Read whole rows of logits [R, V] of canvas `positions` [R], which ascend."""
         uniform = None
         if self.temperature > 0:
             columns = range(num_uniform(self.language))
@@ -97,7 +98,7 @@ class Joint:
         self._read.append(choice)
 
     def device_step(self, logits: torch.Tensor) -> DeviceStep:
-        """Return the state of the step's choices on the device of `logits`; made at first use."""
+        """Return the step's state on the device of `logits`; it is created at first use."""
         if self.on_device is None:
             from vllm.diffusion.guided.device import DeviceStep
 
@@ -108,7 +109,7 @@ class Joint:
         return self.on_device
 
     def choose(self) -> tuple[Array, Array]:
-        """Choose, on the host, tokens [R] int64 and log probabilities [R] of the rows read."""
+        """Choose on the host; return tokens [R] int64 and log probabilities [R] of all rows."""
         rows = CandidateRows(*(np.concatenate(parts) for parts in zip(*self._read, strict=True)))
         window, draws = self.window, None
         if self.temperature > 0:
@@ -126,18 +127,18 @@ def gather(joints: Sequence[Joint], ends: Sequence[int]) -> None:
 
     Args:
         joints: joint choices in the order of their rows.
-        ends: for each, the end (last + 1) of its columns among all sample rows.
+        ends: for each choice, the end (last + 1) of its columns among all sample rows.
     """
     for joint, end in zip(joints, ends, strict=True):
         joint.peers, joint.end = joints, end
 
 
 def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.Tensor]]) -> None:
-    """Let joint choices of one step read rows of logits.
+    """Read rows of logits for the joint choices of one step.
 
     Args:
         logits: [R, V], consecutive sample rows.
-        readers: choices, their rows, and canvas positions, in order; other rows may lie between.
+        readers: choices with their rows and canvas positions, in order; other rows may be between.
     """
     lead, rows, _ = readers[0]
     if logits.is_cuda or _IS_INTERPRETED:
@@ -150,10 +151,10 @@ def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.T
 
 
 def choose_all(samples: Samples[torch.Tensor], joints: Sequence[Joint]) -> None:
-    """Replace tokens sampled row by row by the joint choices, in place.
+    """Replace tokens that were sampled row by row with the joint choices, in place.
 
     Args:
-        samples: all samples of the step, which are changed.
+        samples: all samples of the step; changed.
         joints: the choices of a step, all of whose rows have been read.
     """
     step = joints[0].on_device
@@ -189,7 +190,7 @@ def _put(
 
 
 def _put_logprobs(samples: Samples[torch.Tensor], logprobs: torch.Tensor, num_top: int) -> None:
-    """Write log probabilities [R]; a rank is counted among the most likely tokens only."""
+    """Write log probabilities [R]; ranks are counted only among the most likely tokens."""
     unpacked = Logprobs.unpack(samples.extras, num_top)
     ranks = 1 + (unpacked.top > logprobs).sum(dim=0)
     for value, rank in (

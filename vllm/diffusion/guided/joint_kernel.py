@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""Triton kernels of joint choices; `window.py` is their reference with arrays.
+"""Triton kernels of joint choices; `open_window.py` is their reference implementation in numpy.
 
-Rows of logits are read in the order of `Language.segments`, so every segment, and after that every
-class, is reduced within one program: nothing depends on an order, and nothing is sorted.
+Rows of logits are read in the order of `Language.segments`. So one program reduces a whole
+segment, and later a whole class: no result depends on the order of programs, and nothing is
+sorted.
 """
 
 import triton
 import triton.language as tl
 
 MIN_WEIGHT = tl.constexpr(-1e4)
-NEVER = tl.constexpr(-1e30)  # instead of -inf, which leaves differences undefined
-FIELDS = tl.constexpr(32)  # of a request's numbers
+# It replaces -inf, whose differences are undefined.
+NEVER = tl.constexpr(-1e30)
+FIELDS = tl.constexpr(32)  # numbers per request
 
 
 @triton.jit
 def _word(purpose, step, position, column, seed_low, seed_high):
-    """Return the random words [N] uint32 from which `flash_sample.uniform` makes numbers."""
+    """Return the random words [N] uint32 from which `flash_sample.uniform` computes numbers."""
     column = column.to(tl.uint32)
     c0 = column * 0 + purpose
     c1 = column * 0 + step.to(tl.uint32)
@@ -43,7 +45,7 @@ def _word(purpose, step, position, column, seed_low, seed_high):
 
 @triton.jit
 def _uniform(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
-    """Return fp32 numbers u in (0, 1), one a column, and 1 - u."""
+    """Return fp32 numbers u in (0, 1), one per column, and 1 - u."""
     word = _word(PURPOSE, step, position, column, seed_low, seed_high)
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return u, ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -51,7 +53,7 @@ def _uniform(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr)
 
 @triton.jit
 def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
-    """Return fp32 -log(-log(u)) of uniform numbers u, accurate where u is close to 1."""
+    """Return fp32 -log(-log(u)) of uniform numbers u, also accurate if u is close to 1."""
     u, missing = _uniform(step, position, column, seed_low, seed_high, PURPOSE)
     series = missing * (1 + missing * (0.5 + missing * (0.3333333333 + 0.25 * missing)))
     return -tl.log(tl.where(missing < 0.01, series, -tl.log(u)))
@@ -59,7 +61,9 @@ def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
 
 @triton.jit
 def _place_of(fields, position):
-    """Return step, canvas position and seed of a position, the keys of its random numbers."""
+    """Return step, canvas position and seed of a position, which are the keys of its random
+    numbers.
+    """
     at = tl.load(fields + 17) + position - tl.load(fields + 9)
     return tl.load(fields + 16), at, tl.load(fields + 14), tl.load(fields + 15)
 
@@ -68,17 +72,18 @@ def _place_of(fields, position):
 def read_kernel(
     logits,  # [r, V]
     row_stride,
-    first_column,  # of `row_at`, for the first row
+    first_column,  # column of `row_at` for the first row
     row_at,  # [num_columns] int32: the row of the step, -1 for none
     num_columns,
-    places,  # [R, 3] int32: of every row its position, its column and its request
+    places,  # [R, 3] int32: position, column and request of every row
     numbers,  # [requests, FIELDS] int64
-    scales,  # [requests, 2] fp32: of the draw, of the score
+    scales,  # [requests, 2] fp32: factors for the draw and for the score
     tables,  # int32: the languages
-    weights,  # [r, most_segments] fp32, written: of all tokens; undrawn, of the best one
-    sums,  # the same: log of the sum of exp, at the score's scale
-    values,  # the same: what the token is scored by
-    tokens,  # [r, most_segments] int32, written: the best one, or one drawn
+    # [r, most_segments] fp32, written: weight of all tokens, or of the best one if not drawn
+    weights,
+    sums,  # same shape, written: log of the sum of exp at the score's scale
+    values,  # same shape, written: scaled logit of the token for its score
+    tokens,  # [r, most_segments] int32, written: the best or the drawn token
     most_segments,
     PURPOSE: tl.constexpr,
     DRAWN: tl.constexpr,
@@ -134,7 +139,7 @@ def read_kernel(
 
 @triton.jit
 def _sum_of(start, count, BLOCK: tl.constexpr):
-    """Return maximum, and log of the sum of exp, of `count` numbers from `start` on."""
+    """Return the maximum, and the log of the sum of exp, of `count` numbers from `start` on."""
     top = tl.full([BLOCK], NEVER, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, count, BLOCK):
@@ -149,7 +154,8 @@ def _sum_of(start, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_column", "num_columns"])
 def class_kernel(
-    first_column,  # as `read_kernel`, whose results follow
+    # the parameters up to `tokens` are those of `read_kernel`, which writes weights to tokens
+    first_column,
     row_at,
     num_columns,
     places,
@@ -160,8 +166,8 @@ def class_kernel(
     values,
     tokens,
     most_segments,
-    class_weights,  # [R, most_classes] fp32, written: in nats, below those of the row
-    class_logprobs,  # the same: of the class's token
+    class_weights,  # [R, most_classes] fp32, written: in nats, relative to the weight of the row
+    class_logprobs,  # same shape, written: log probability of the class's token
     class_tokens,  # [R, most_classes] int32, written
     most_classes,
     PURPOSE: tl.constexpr,
@@ -222,9 +228,9 @@ def class_kernel(
 @triton.jit
 def set_kernel(
     numbers,
-    request_of,  # [N] int32, of every position
-    row_of,  # [N] int32: its row; -1 where a token stands, -2 where anything may
-    class_at,  # [N] int32: of the token that stands there
+    request_of,  # [N] int32: request of every position
+    row_of,  # [N] int32: row of a position; -1 if it has a token, -2 if any token may follow later
+    class_at,  # [N] int32: class of the token at a position
     tables,
     class_weights,
     weights,  # [N, most_sets] fp32, written
@@ -278,8 +284,8 @@ def choose_kernel(
     row_of,
     tables,
     weights,
-    values,  # fp32: [n + 1, Q] of every request, written
-    chosen,  # [N] int32, written: the set that each position takes
+    values,  # fp32, written: [n + 1, Q] of every request
+    chosen,  # [N] int32, written: the set that each position selects
     most_sets,
     PURPOSE: tl.constexpr,
     DRAWN: tl.constexpr,
@@ -287,7 +293,7 @@ def choose_kernel(
     EDGES: tl.constexpr,
     WIDEST: tl.constexpr,
 ):
-    """Choose for one request: backward over positions the states' values, forward the choices."""
+    """Choose for one request: compute the values of states backward, then choose forward."""
     request = tl.program_id(0)
     fields = numbers + request * FIELDS
     num_sets = tl.load(fields + 2)
@@ -381,7 +387,7 @@ def token_kernel(
     DRAWN: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Write the token of a row's set, and its score; the lowest one of equals."""
+    """Write the token of a row's set and its score; among equals, the lowest token."""
     row = tl.program_id(0)
     position, column = tl.load(places + 3 * row), tl.load(places + 3 * row + 1)
     fields = numbers + tl.load(places + 3 * row + 2) * FIELDS

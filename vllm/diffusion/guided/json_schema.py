@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expression of the JSON that a schema allows; every keyword is enforced, or refused by name.
+"""Conversion of a JSON schema to an expression; every keyword is enforced, or refused by name.
 
-Answers have one form: members in the order of `properties`, none that it does not name, ", " and ":
-" between them and no other space, strings with the short escapes. This form is a subset of what the
-schema allows.
+Answers have one form: members in the order of `properties` without further members, ", " and ": "
+as separators without other spaces, and strings with the short escapes. This form is a subset of
+what the schema allows.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.guided.syntax import Node, Range
 
-FREE_DEPTH = 3  # objects and arrays within each other, where any JSON object is asked for
-INNER_FREE_DEPTH = 1  # the same of a value inside of a schema that allows any
-MAX_SCHEMAS = 5_000  # within one schema
-MAX_OPTIONAL = 1_000  # properties of an object that requires none
+FREE_DEPTH = 3  # nested objects and arrays if any JSON object is allowed
+INNER_FREE_DEPTH = 1  # same limit for a value of a schema that allows any value
+MAX_SCHEMAS = 5_000  # schemas within one schema, in total
+MAX_OPTIONAL = 1_000  # properties of an object without required properties
 
-_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # say all of a value by themselves
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # each determines the whole value
 
 _SHORT_ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r"}
 _SHORT_ESCAPES["\t"] = "\\t"
@@ -65,7 +65,7 @@ _PLAIN = complement(_ESCAPED)
 
 
 def in_json(ranges: Iterable[Range]) -> Node:
-    """Make the expression of a character of `ranges` within a JSON string."""
+    """Return the expression of one character of `ranges` within a JSON string."""
     ranges = list(ranges)
     wanted = [point for first, last in ranges for point in _escaped_between(first, last)]
     escapes = [_SHORT_ESCAPES.get(chr(point), f"\\u{point:04x}") for point in dict.fromkeys(wanted)]
@@ -86,7 +86,9 @@ def _escaped_between(first: int, last: int) -> Iterable[int]:
 
 @cache
 def _character() -> Node:
-    """Any character of a JSON string; of those that must be escaped, the ones with a short form."""
+    """Return any character of a JSON string; of the escaped characters, only those with a short
+    form.
+    """
     return either([chars(_PLAIN), *_SHORT_ESCAPES.values()])
 
 
@@ -95,20 +97,20 @@ def _quoted(inner: Node) -> Node:
 
 
 def any_object() -> Node:
-    """Make the expression of any JSON object, as deep as `FREE_DEPTH`."""
+    """Return the expression of any JSON object, nested up to `FREE_DEPTH`."""
     return _free_object(FREE_DEPTH)
 
 
 def from_schema(schema: Any, place: str = "", allowance: Allowance | None = None) -> Node:
-    """Make the expression of the JSON that a schema allows.
+    """Return the expression of the JSON that a schema allows.
 
     Args:
         schema: the schema.
-        place: where it stands in what the client sent, as a JSON pointer.
-        allowance: bounds the work; a default one if None.
+        place: its position in what the client sent, as a JSON pointer.
+        allowance: limits the work; None uses a default.
 
     Raises:
-        SchemaError: naming the keyword that cannot be enforced, and its place.
+        SchemaError: naming the keyword that cannot be enforced, and its position.
     """
     return _Compiler(schema, place, allowance or Allowance()).value(schema, place)
 
@@ -117,9 +119,9 @@ class _Signs(NamedTuple):
     """Properties that distinguish the values of a schema from the values of another schema.
 
     Attributes:
-        types: types of its values; "number" for whole numbers, too.
-        constants: keys of the values that a required property may have, by name; under "" those
-            that the schema itself lists.
+        types: types of its values; whole numbers have the type "number", too.
+        constants: by name of a required property, the keys of its allowed values; under "", the
+            keys of the values that the schema itself lists.
     """
 
     types: set[str]
@@ -131,8 +133,8 @@ class _Compiler:
 
     def __init__(self, root: Any, place: str, allowance: Allowance) -> None:
         self._root, self._place, self._allowance = root, place, allowance
-        self._open: list[str] = []  # references that are being written out
-        self._targets: dict[str, Node] = {}  # expressions of references
+        self._open: list[str] = []  # references that are being expanded
+        self._targets: dict[str, Node] = {}  # expressions by reference
         self._num_schemas = 0
 
     def value(self, schema: Any, place: str) -> Node:
@@ -157,7 +159,7 @@ class _Compiler:
         types = types_of(schema, place)
         return either([self._typed(kind, schema, place) for kind in types])
 
-    # ---- keywords that say all of a value ----
+    # ---- keywords that determine the whole value ----
 
     def _whole(self, schema: dict[str, Any], keyword: str, place: str) -> Node:
         given, path = schema[keyword], f"{place}/{keyword}"
@@ -202,7 +204,7 @@ class _Compiler:
         return node
 
     def _listed(self, schema: Mapping[str, Any], keyword: str, place: str) -> Node:
-        """Make the expression of the schema's constants that its other keywords allow."""
+        """Return the expression of the schema's constants that its other keywords allow."""
         values = _constants(schema)
         if not values:
             raise SchemaError(place, keyword, "wanted a list of values")
@@ -220,7 +222,7 @@ class _Compiler:
         return either([json.dumps(value, ensure_ascii=False) for value in values])
 
     def _are_apart(self, options: list[Any]) -> bool:
-        """Whether no value can match two of these schemas."""
+        """Return whether no value can match two of these schemas."""
         known = [self._signs(option) for option in options]
         return all(
             self._can_distinguish(one, other) for i, one in enumerate(known) for other in known[:i]
@@ -325,7 +327,7 @@ class _Compiler:
 
 
 def _scalar(kind: str, schema: dict[str, Any], place: str) -> Node:
-    """Make the expression of the values of a type that has no parts."""
+    """Return the expression of the values of a type without parts."""
     if kind == "null":
         return text("null")
     if kind == "boolean":
@@ -337,7 +339,7 @@ def _scalar(kind: str, schema: dict[str, Any], place: str) -> Node:
 
 @cache
 def _free_value(depth: int) -> Node:
-    """Make the expression of any value, with parts as deep as `depth`."""
+    """Return the expression of any value, nested up to `depth`."""
     scalars = [_scalar(kind, {}, "") for kind in ("string", "number", "boolean", "null")]
     if depth == 0:
         return either(scalars)
@@ -351,7 +353,7 @@ def _free_object(depth: int) -> Node:
 
 
 def _origin(schema: dict[str, Any], place: str, *keywords: str) -> str:
-    """Return the place of a repetition, with the first of these keywords that is given."""
+    """Return the position of a repetition, with the first of these keywords that the schema has."""
     for keyword in keywords:
         if keyword in schema:
             return in_line(f"{place or '/'}: {keyword}: given {schema[keyword]!r}")
@@ -361,9 +363,9 @@ def _origin(schema: dict[str, Any], place: str, *keywords: str) -> str:
 def _elements(
     parts: list[Node], more: Node, minimum: int, maximum: int | None, origin: str
 ) -> Node:
-    """Elements of an array with commas: those of `parts`, then any number of `more`.
+    """Return the elements of an array with commas: those of `parts`, then repetitions of `more`.
 
-    `origin` says where the numbers come from.
+    `origin` describes the source of the bounds.
     """
     rest = None if maximum is None else max(maximum - len(parts), 0)
     start = max(minimum - len(parts), 0)
@@ -381,7 +383,7 @@ def _elements(
 
 
 def _members(pairs: list[tuple[Node, bool]]) -> Node:
-    """Members of an object in order, with commas; those that are not required may be missing."""
+    """Return the members of an object in order, with commas; optional members may be missing."""
     first = next((i for i, (_, is_required) in enumerate(pairs) if is_required), len(pairs))
     behind = [
         then(", ", node) if is_required else maybe(then(", ", node)) for node, is_required in pairs
@@ -458,14 +460,14 @@ def _number(schema: dict[str, Any], place: str, *, is_whole: bool) -> Node:
 def _tighter(
     bound: Decimal | None, exclusive: Decimal | None, sign: int
 ) -> tuple[Decimal | None, bool]:
-    """Return the tighter bound, and whether it is itself excluded."""
+    """Return the tighter bound, and whether the bound itself is excluded."""
     if exclusive is None or (bound is not None and sign * bound > sign * exclusive):
         return bound, False
     return exclusive, True
 
 
 def _above(bound: Decimal, is_out: bool) -> int:
-    """Return the least whole number that a lower bound allows."""
+    """Return the smallest whole number that a lower bound allows."""
     minimum = math.ceil(bound)
     return minimum + 1 if is_out and minimum == bound else minimum
 
@@ -477,5 +479,7 @@ def _constants(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _value_types(types: Iterable[str]) -> set[str]:
-    """Return types of which a value has one only."""
+    """Return the types with "integer" replaced by "number", so that each value has exactly one
+    type.
+    """
     return {"number" if kind == "integer" else kind for kind in types}

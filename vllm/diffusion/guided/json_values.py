@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check of constants against the other keywords of their schema.
 
-It costs time linear in the values and in the schema, reads nothing but these two, and matches
-patterns with automata, never by backtracking.
+The check takes time linear in the values and in the schema, and reads nothing else. It matches
+patterns with automata, without backtracking.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KNOWN = (
 )
 _PART = "[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
 _DATE, _CLOCK = r"\d{4}-\d{2}-\d{2}", r"\d{2}:\d{2}:\d{2}(\.\d+)?([Zz]|[+-]\d{2}:\d{2})"
-# What values of a format look like, and what else can read them. Answers have narrower forms.
+# Patterns of formatted values, and further parsers of them. The formats of answers are narrower.
 _SHAPES = {
     "date": _DATE,
     "time": _CLOCK,
@@ -70,7 +70,7 @@ _LONGEST_FORMATTED = 1_000  # characters of a value with a format
 
 
 def key_of(value: Any) -> Hashable:
-    """Return what is equal for values that JSON schemas call equal."""
+    """Return a key that is equal for values that are equal by JSON schema."""
     if isinstance(value, dict):
         return "object", frozenset((name, key_of(member)) for name, member in value.items())
     if isinstance(value, list):
@@ -89,8 +89,8 @@ class ValueCheck:
 
     Args:
         schema: the schema, without annotations that matter.
-        place: its place in the client's schema.
-        allowance: bounds the work of all checks together.
+        place: its position in the client's schema.
+        allowance: limits the work of all checks together.
 
     Raises:
         SchemaError: naming a keyword that cannot be checked.
@@ -102,11 +102,10 @@ class ValueCheck:
         self._test = self._whole(schema, place)
 
     def allows(self, value: Any) -> bool:
-        """Whether the schema allows a value."""
         return self._test(value)
 
     def _whole(self, schema: Any, place: str) -> Test:
-        """Make the test of a schema. Its keywords are checked now, whatever values follow."""
+        """Return the test of a schema. The keywords of the schema are checked immediately."""
         if isinstance(schema, bool):
             return lambda value: schema
         if not isinstance(schema, dict):
@@ -207,7 +206,7 @@ class ValueCheck:
             yield lambda value: _has_format(value, name)
 
     def _matching(self, pattern: Any, keyword: str, place: str) -> Test:
-        """Make the test whether a pattern is found in a string."""
+        """Return the test whether a string contains a match of a pattern."""
         if not isinstance(pattern, str):
             raise SchemaError(place, keyword, f"given {pattern!r}; wanted a string")
         if pattern not in self._automata:
@@ -328,7 +327,7 @@ def _shape(name: str) -> Automaton:
 
 
 def _size(value: Any) -> int:
-    """Count the values within a value, and the characters of its strings."""
+    """Return the number of values within a value, plus an eighth of its characters."""
     if isinstance(value, str):
         return 1 + len(value) // 8
     if isinstance(value, dict):

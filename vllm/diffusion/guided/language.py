@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language over tokens: which token leads from which state to which.
+"""Language over tokens: the transitions between states.
 
 Tokens with equal effect in every state form one class. The classes that lead from one state to
-another form a set; there are few distinct sets, so the transitions of a state are a short list of
-(set, state).
+another form a set. There are few distinct sets, so the transitions of a state are a short list of
+pairs (set, state).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.vocabulary import Vocabulary
 
 MAX_CELLS = 32_000_000  # states times classes
-MAX_CLASSES = 32_000  # their numbers have 16 bits
-MAX_EDGE_CELLS = 2_000_000  # states times edges of the state with the most: read in every step
-MAX_MEMBERS = 100_000  # of all sets of classes: read for every row of logits
-_CELLS_AT_ONCE = 2_000_000  # that are worked on together
+MAX_CLASSES = 32_000  # class numbers have 16 bits
+MAX_EDGE_CELLS = 2_000_000  # states times the most edges of a state; read in every step
+MAX_MEMBERS = 100_000  # members of all sets of classes; read for every row of logits
+_CELLS_AT_ONCE = 2_000_000  # cells processed together
 _CELLS_OF_WORK = 128  # cells that take as long as one operation
-DEAD = -1  # the class of tokens that lead nowhere
-_MIN_WIDTH, _MAX_WIDTH = 8, 128  # of a segment, in tokens
-_NEVER = 2**30  # tokens to acceptance, where it cannot be reached
+DEAD = -1  # class of tokens that no state allows
+_MIN_WIDTH, _MAX_WIDTH = 8, 128  # tokens per segment
+_NEVER = 2**30  # distance to acceptance if it cannot be reached
 
 
 class EmptyLanguageError(ValueError):
@@ -43,8 +43,8 @@ class Ends(NamedTuple):
     """Token ids that end an answer.
 
     Attributes:
-        eos: token that fills the canvas behind the answer.
-        others: tokens that may stand right behind it.
+        eos: token that fills the canvas after the answer.
+        others: tokens that may directly follow the answer instead.
     """
 
     eos: int
@@ -52,11 +52,11 @@ class Ends(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """All tokens, class by class, cut into about a thousand rows and one more for every class.
+    """All tokens ordered by class, divided into about a thousand rows plus one for every class.
 
     Attributes:
-        tokens: [G, W] int32: tokens of one class a row, ascending; -1 behind the last one.
-        starts: [C + 2] int32: first row of each class, then of tokens that lead nowhere, then G.
+        tokens: [G, W] int32: tokens of one class per row, ascending; padded with -1.
+        starts: [C + 2] int32: first row of each class, then of tokens without a class, then G.
     """
 
     tokens: Array
@@ -64,7 +64,7 @@ class Segments(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """The edges of all states, one after the other; every state has at least one.
+    """The edges of all states, concatenated; every state has at least one.
 
     Attributes:
         starts: [Q] int64: the first edge of each state.
@@ -81,15 +81,15 @@ class Edges(NamedTuple):
 
 @dataclass(frozen=True)
 class Language:
-    """Automaton over tokens with states 0 to Q - 1: 0 is initial, Q - 1 is behind the answer's end.
+    """Automaton over tokens with states 0 to Q - 1: 0 is initial, Q - 1 follows the answer's end.
 
     Attributes:
         class_of_token: [V] int16; the largest classes have the lowest numbers.
         set_starts: [S + 1] int32: start of every set's classes in `set_members`.
         set_members: [M] int16.
-        edge_sets: [Q, K] int32: sets that the state allows; S for none.
-        edge_targets: [Q, K] int32: states that these lead to.
-        room: [Q] int32: least number of tokens to a whole answer; 0 where it is whole.
+        edge_sets: [Q, K] int32: sets of classes that the state allows; S for no edge.
+        edge_targets: [Q, K] int32: target states of the edges.
+        room: [Q] int32: minimum number of tokens to a complete answer; 0 if it is complete.
     """
 
     class_of_token: Array
@@ -113,7 +113,7 @@ class Language:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the arrays, and about as many again of what is derived from them."""
+        """Bytes of the arrays, and an equal amount for the arrays derived from them."""
         return 2 * sum(int(getattr(self, name).nbytes) for name in _NAMES)
 
     @property
@@ -123,7 +123,7 @@ class Language:
 
     @cached_property
     def segments(self) -> Segments:
-        """Order in which rows of logits are read."""
+        """Order in which columns of logits are read."""
         classes = np.where(self.class_of_token < 0, self.num_classes, self.class_of_token)
         order = np.argsort(classes, kind="stable")
         sizes = np.bincount(classes, minlength=self.num_classes + 1)
@@ -136,7 +136,7 @@ class Language:
 
     @cached_property
     def edges(self) -> Edges:
-        """The edges without those that stand for none, most of which fill rows of few edges."""
+        """The real edges without padding, which fills most rows of states with few edges."""
         is_edge = self.edge_sets < self.num_sets
         is_edge[:, 0] = True
         counts = is_edge.sum(axis=1)
@@ -145,14 +145,16 @@ class Language:
 
     @cached_property
     def _sets_of_class(self) -> tuple[Array, Array]:
-        """The sets that each class belongs to, class by class, and where each one's begin."""
+        """The sets that each class belongs to, ordered by class, and the start of each class's
+        sets.
+        """
         order = np.argsort(self.set_members, kind="stable")
         starts = np.searchsorted(self.set_members[order], np.arange(self.num_classes + 1))
         sets = np.searchsorted(self.set_starts, order, side="right") - 1
         return sets, starts
 
     def advance(self, state: int, token: int) -> int:
-        """Return the state behind a token; `num_states` where the token is not allowed."""
+        """Return the state after a token, or `num_states` if the token is not allowed."""
         kind = int(self.class_of_token[token])
         if state == self.num_states or kind == DEAD:
             return self.num_states
@@ -162,14 +164,14 @@ class Language:
         return int(self.edge_targets[state, edges[0]]) if len(edges) else self.num_states
 
     def is_closed(self, state: int) -> bool:
-        """Whether an answer that led to `state` is whole and cannot be continued."""
+        """Return whether an answer that led to `state` is complete and cannot be continued."""
         if state == self.num_states or self.room[state] > 0:
             return False
         alive = self.edge_sets[state] < self.num_sets
         return bool((self.edge_targets[state, alive] == self.num_states - 1).all())
 
     def packed(self) -> bytes:
-        """Pack the language into bytes, for `unpacked`."""
+        """Pack the language into bytes for `unpacked`."""
         parts = [(a.dtype.str, a.shape, a.tobytes()) for a in (getattr(self, n) for n in _NAMES)]
         return zlib.compress(msgspec.msgpack.encode(parts), 1)
 
@@ -185,17 +187,18 @@ _NAMES = tuple(field.name for field in fields(Language))
 def over_tokens(
     automaton: Automaton, vocabulary: Vocabulary, ends: Ends, allowance: Allowance | None = None
 ) -> Language:
-    """Make the language of an automaton, over tokens, with what may follow an answer.
+    """Convert an automaton over bytes to a language over tokens, including tokens after the
+    answer.
 
     Args:
         automaton: automaton over bytes.
         vocabulary: the bytes of tokens.
         ends: tokens that end an answer.
-        allowance: bounds the work; a default one if None.
+        allowance: limits the work; None uses a default.
 
     Raises:
-        TooLargeError: with the numbers.
-        EmptyLanguageError: no tokens spell any of it.
+        TooLargeError: it exceeds a limit; the message contains the numbers.
+        EmptyLanguageError: no sequence of tokens is in the language.
     """
     allowance = allowance or Allowance()
     class_of_token, targets = _walk(automaton, vocabulary, allowance)
@@ -218,10 +221,8 @@ def _walk(
 ) -> tuple[Array, Array]:
     """Return the classes of tokens [V] int64, and their targets from every state: [Q, C] int32.
 
-    Q stands for no state.
-
-    The trie is walked from all states at once. Paths with equal effect are merged: a `vector` holds
-    the state that each state is led to.
+    The target Q means that no state is reached. The trie is walked from all states at once. Paths
+    with equal effect are merged: a vector contains the target of each state.
     """
     table, num_states = automaton.table, automaton.num_states
     num_kinds = table.shape[1]
@@ -250,14 +251,14 @@ def _walk(
 
 
 def _in_parts(count: int, width: int) -> Iterator[slice]:
-    """Cut `count` rows of `width` cells into parts that are worked on together."""
+    """Divide `count` rows of `width` cells into parts that are processed together."""
     step = max(_CELLS_AT_ONCE // max(width, 1), 1)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 class _Vectors:
-    """Distinct rows of states, numbered; number 0 leads nowhere from anywhere."""
+    """Distinct vectors of target states, numbered; vector 0 reaches no state from any state."""
 
     def __init__(self, num_states: int, allowance: Allowance) -> None:
         random = np.random.default_rng(0)
@@ -268,7 +269,7 @@ class _Vectors:
         self.number(np.full((1, num_states + 1), num_states, dtype=np.int32))
 
     def number(self, rows: Array) -> Array:
-        """Return the numbers [N] int64 of rows [N, Q + 1], adding new ones."""
+        """Return the numbers [N] int64 of rows [N, Q + 1]; new rows get new numbers."""
         self._allowance.spend(len(rows) + rows.size // _CELLS_OF_WORK)
         keys = (rows.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64)
         numbers, new, first = np.empty(len(rows), dtype=np.int64), [], len(self._known)
@@ -293,10 +294,11 @@ class _Vectors:
 
 
 def _useful_states(targets: Array, accepting: Array, allowance: Allowance) -> tuple[Array, Array]:
-    """Keep states that whole tokens lead to and from which they lead to acceptance.
+    """Keep states that whole tokens reach from the start, and from which acceptance can be
+    reached.
 
     Returns:
-        targets [Q', C] int32, and the least number of tokens to acceptance [Q'] int32.
+        targets [Q', C] int32, and the minimum number of tokens to acceptance [Q'] int32.
     """
     num_states = len(targets)
     sources, ends = _edges(targets, allowance)
@@ -311,7 +313,7 @@ def _useful_states(targets: Array, accepting: Array, allowance: Allowance) -> tu
 
 
 def _edges(targets: Array, allowance: Allowance) -> tuple[Array, Array]:
-    """Return the pairs of states between which a token leads, each once."""
+    """Return the distinct pairs of states that are connected by a token."""
     num_states = len(targets)
     edges = [np.zeros(0, dtype=np.int64)]
     for part in _in_parts(num_states, targets.shape[1]):
@@ -324,7 +326,10 @@ def _edges(targets: Array, allowance: Allowance) -> tuple[Array, Array]:
 
 
 def _distances(sources: Array, ends: Array, first: Array, allowance: Allowance) -> Array:
-    """Count the steps from `first` [Q] bool to every state, along edges from sources to ends."""
+    """Return the number of steps from the states `first` [Q] bool to every state.
+
+    The edges lead from `sources` to `ends`.
+    """
     order = np.argsort(sources, kind="stable")
     ends, starts = ends[order], np.searchsorted(sources[order], np.arange(len(first) + 1))
     distances = np.where(first, 0, _NEVER)
@@ -341,7 +346,7 @@ def _distances(sources: Array, ends: Array, first: Array, allowance: Allowance) 
 
 
 def _by_size(class_of_token: Array, targets: Array, allowance: Allowance) -> tuple[Array, Array]:
-    """Merge classes that lead alike, drop those that lead nowhere; number large ones first."""
+    """Merge classes with equal targets, drop classes without any; number large classes first."""
     num_states, num_classes = targets.shape
     weights = np.random.default_rng(0).integers(1, 2**63, num_states, dtype=np.uint64)
     keys = np.zeros(num_classes, dtype=np.uint64)
@@ -356,16 +361,16 @@ def _by_size(class_of_token: Array, targets: Array, allowance: Allowance) -> tup
     order = np.argsort(-counts, kind="stable")[: np.count_nonzero(leads)]
     numbers = np.full(len(first), DEAD, dtype=np.int64)
     numbers[order] = np.arange(len(order))
-    new = np.append(numbers[merged], DEAD)[class_of_token]  # DEAD is the last place
+    new = np.append(numbers[merged], DEAD)[class_of_token]  # index -1 selects the appended DEAD
     return new, targets[:, order]
 
 
 class _EdgesOfStates:
-    """Edges of states, in order, each with the set of classes that lead along it.
+    """Edges of states, in order, each with the set of its classes.
 
     Attributes:
-        states: [E] int64 by part.
-        ends: [E] int32 by part: the states that they lead to.
+        states: [E] int64 by part: the source states.
+        ends: [E] int32 by part: the target states.
         keys: [E] uint64 by part: hashes of the sets.
         members: [*] int16 by hash: the classes of a set, ascending.
     """
@@ -382,9 +387,9 @@ class _EdgesOfStates:
         """Add the edges of some states.
 
         Args:
-            targets: [n, C] states that each class leads to from each of them.
-            first: number of the first one.
-            dead: what stands for no state.
+            targets: [n, C] target state of each class from each of the states.
+            first: number of the first state.
+            dead: number that means no target.
         """
         states, classes = (targets < dead).nonzero()
         order = np.lexsort((classes, targets[states, classes], states))
@@ -412,7 +417,7 @@ def _with_edges(
     other: list[int],
     allowance: Allowance,
 ) -> Language:
-    """Make the language with its sets of classes and every state's edges."""
+    """Return the language with its sets of classes and the edges of every state."""
     num_states, num_classes = targets.shape
     edges = _EdgesOfStates(num_classes)
     for part in _in_parts(num_states, 4 * num_classes):
@@ -434,7 +439,7 @@ def _with_edges(
     edge_targets = np.zeros((num_states + 1, width), dtype=np.int32)
     places = np.arange(len(states)) - np.repeat(np.cumsum(counts) - counts, counts)
     edge_sets[states, places], edge_targets[states, places] = numbers, ends
-    whole = (room == 0).nonzero()[0]  # behind which the end may stand
+    whole = (room == 0).nonzero()[0]  # complete states, which the end may follow
     edge_sets[whole, counts[whole]], edge_targets[whole, counts[whole]] = len(keys) + 1, num_states
     edge_sets[-1, 0], edge_targets[-1, 0] = len(keys), num_states
     return Language(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions of numbers within bounds, as JSON writes them."""
+"""Expressions of numbers within bounds, in the notation of JSON."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.guided.syntax import Node
 
-MAX_MULTIPLES = 1000  # multiples that are written out; also the largest factor
-MAX_WHOLE_DIGITS = 27  # of bounds of whole numbers: `Decimal` has one more
-MAX_BOUND_DIGITS = 12  # so that a double distinguishes three more digits after the point
-OPEN_DIGITS = 15  # before the point, where a bound is missing on that side
+MAX_MULTIPLES = 1000  # multiples that are enumerated; also the largest factor
+MAX_WHOLE_DIGITS = 27  # digits of bounds of whole numbers; `Decimal` has one more
+MAX_BOUND_DIGITS = 12  # leaves a double precision for three more decimals
+OPEN_DIGITS = 15  # digits before the point if that side has no bound
 
 INTEGER = regex("-?(0|[1-9][0-9]*)")
 NUMBER = regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?")
 
 
 class UnsupportedBoundsError(ValueError):
-    """Bounds cannot be enforced; the message says why."""
+    """Bounds cannot be enforced; the message has the reason."""
 
 
 def integers(minimum: int | None, maximum: int | None, factor: int | None) -> Node:
-    """Whole numbers from `minimum` to `maximum` that `factor` divides; None for no restriction."""
+    """Return the whole numbers from `minimum` to `maximum` that `factor` divides.
+
+    None means no restriction.
+    """
     if factor is not None and factor != 1:
         return _multiples(minimum, maximum, factor)
     if minimum is None and maximum is None:
@@ -38,10 +41,10 @@ def integers(minimum: int | None, maximum: int | None, factor: int | None) -> No
 
 
 def numbers(minimum: Decimal | None, maximum: Decimal | None, *, above: bool, below: bool) -> Node:
-    """Make the expression of decimals between bounds.
+    """Return the expression of decimals between bounds.
 
     Args:
-        least, most: the bounds; None where there is none.
+        minimum, maximum: the bounds; None for no bound.
         above: whether `minimum` itself is excluded.
         below: whether `maximum` itself is excluded.
     """
@@ -55,7 +58,7 @@ def numbers(minimum: Decimal | None, maximum: Decimal | None, *, above: bool, be
             raise UnsupportedBoundsError(f"wanted bounds of at most {MAX_BOUND_DIGITS} digits")
     more = regex("[0-9]{1,3}") if places else regex(r"\.[0-9]{1,3}")
     options = [_between(low, high, places)]
-    # What follows the places of the bounds leads away from zero, by less than one of the last.
+    # Further decimals lead away from zero, by less than one unit of the last place of the bounds.
     outer_low = 0 if low is None else max(low, 0)
     if high is None or high > outer_low:
         options.append(then(_digits(outer_low, None if high is None else high - 1, places), more))
@@ -84,12 +87,12 @@ def _multiples(minimum: int | None, maximum: int | None, factor: int) -> Node:
 
 
 def _places(bound: Decimal | None) -> int:
-    """Number of decimals of a bound."""
+    """Return the number of decimals of a bound."""
     return 0 if bound is None else max(-int(bound.normalize().as_tuple().exponent), 0)
 
 
 def _between(minimum: int | None, maximum: int | None, places: int) -> Node:
-    """Whole numbers of both signs, with the last `places` digits behind a point."""
+    """Return whole numbers of both signs, with a point before the last `places` digits."""
     options: list[Node] = []
     if maximum is None or maximum >= max(minimum or 0, 0):
         options.append(_digits(max(minimum or 0, 0), maximum, places))
@@ -101,7 +104,9 @@ def _between(minimum: int | None, maximum: int | None, places: int) -> Node:
 
 
 def _digits(minimum: int, maximum: int | None, places: int) -> Node:
-    """Non-negative numbers, with the last `places` digits behind a point; None is without bound."""
+    """Return non-negative numbers, with a point before the last `places` digits; None is
+    unbounded.
+    """
     if maximum is None:
         maximum = 10 ** max(OPEN_DIGITS + places, len(str(minimum))) - 1
     options, shortest = [], places + 1
@@ -115,7 +120,9 @@ def _digits(minimum: int, maximum: int | None, places: int) -> Node:
 
 
 def _of_equal_length(low: str, high: str, before: int) -> Node:
-    """Digits from `low` to `high`, with a point behind the first `before`, if others follow."""
+    """Return the digits from `low` to `high`, with a point after the first `before` digits, if any
+    follow.
+    """
     if not low:
         return Then()
     point = text("." if before == 0 else "")

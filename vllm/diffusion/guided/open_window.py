@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best string of a language over a forward's open positions, or one drawn from it.
+"""Best or sampled string of a language over the open positions of a forward pass.
 
-The distribution is the product of the model's distributions at every position, conditioned on the
+The distribution is the product of the model's distributions at all positions, conditioned on the
 language (DINGO, Suresh et al., arXiv:2505.23061, finds its most probable string). All candidates
-come from one whole string, so any part of them may be committed and the rest can still be filled.
-Backward over positions, the value of each state is computed: how well it can be completed. Forward
-from the first state, each position is then chosen.
+are part of one complete string, so any subset of them may be committed and the rest can still be
+filled. First the value of each state (how well it can be completed) is computed backward over
+positions. Then each position is chosen, forward from the first state.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.automaton import Array
     from vllm.diffusion.guided.language import Language
 
-OPEN = -2  # of `OpenWindow.kinds`: there are logits
-FREE = -3  # anything may stand there, later
-_NEVER = -1e30  # instead of -inf, which leaves differences undefined
+OPEN = -2  # kind of a position with logits
+FREE = -3  # kind of a position where any token may follow later
+_NEVER = -1e30  # replaces -inf, whose differences are undefined
 _CELLS_AT_ONCE = 4_000_000  # rows times members of sets
-MIN_WEIGHT = -1e4  # of a token in nats: what the model excludes may still be all that fits
+# Minimum weight of a token in nats. A token that the model excludes may be the only one that fits.
+MIN_WEIGHT = -1e4
 
 
 class OpenWindow(NamedTuple):
-    """Positions of a canvas that a forward chooses for, and those between them.
+    """Consecutive positions of a canvas, for some of which a forward pass chooses tokens.
 
     Attributes:
         first: first position, relative to the canvas.
         start: state before it.
-        kinds: [n] int32: OPEN, FREE, or the class of the token that stands there.
-        left: positions behind the last one by which the answer must be whole; if negative, the
-            answer must be whole that many positions before the end of the window.
+        kinds: [n] int32: OPEN, FREE, or the class of the token at the position.
+        left: number of positions after the window within which the answer must be complete; if
+            negative, the answer must be complete that many positions before the end of the window.
     """
 
     first: int
@@ -51,11 +52,11 @@ class CandidateRows(NamedTuple):
     """Reduction of the logits of R rows to C classes.
 
     Attributes:
-        weights: [R, C] float64: of all tokens of the class, in nats below those of the row; at
-            temperature 0 of its best token, below the row's.
-        keys: [R, C] float64: among any classes, the one with the largest key is taken.
-        tokens: [R, C] int64: best token of the class, or one drawn from it.
-        logprobs: [R, C] float64: its log probability for the score.
+        weights: [R, C] float64: weight of all tokens of the class, in nats relative to the row; at
+            temperature 0, weight of its best token relative to the row's best.
+        keys: [R, C] float64: among several classes, the class with the largest key is selected.
+        tokens: [R, C] int64: best token of the class, or a token drawn from it.
+        logprobs: [R, C] float64: log probability of the token for the score.
     """
 
     weights: Array
@@ -65,7 +66,7 @@ class CandidateRows(NamedTuple):
 
 
 def num_uniform(language: Language) -> int:
-    """Number of uniform numbers that a row needs for a draw."""
+    """Return the number of uniform random numbers that a row needs for a draw."""
     return 2 * len(language.segments.tokens) + language.num_classes
 
 
@@ -79,15 +80,15 @@ def read(
 ) -> CandidateRows:
     """Reduce rows of logits to the classes of a language.
 
-    A token is drawn in three steps: within its segment, the segment among those of its class, and
-    the class among those of a set.
+    A draw has three steps: a token within its segment, a segment within its class, and a class
+    within its set.
 
     Args:
         language: the language.
         logits: [R, V] floats.
-        uniform: [R, `num_uniform`] numbers in (0, 1), where temperature is above 0.
+        uniform: [R, `num_uniform`] numbers in (0, 1), if temperature is above 0.
         temperature: temperature of the draw.
-        is_tempered: whether log probabilities are taken at the temperature, too.
+        is_tempered: whether log probabilities are computed at the temperature, too.
     """
     segments, num_classes = language.segments, language.num_classes
     logits = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
@@ -121,7 +122,7 @@ def read(
 
 
 def _drawn(log_weights: Array, is_token: Array, uniform: Array) -> tuple[Array, Array]:
-    """Draw a token within each segment [R, G, W]; return log-sum-exp [R, G], and its place."""
+    """Draw a token in each segment [R, G, W]; return log-sum-exp [R, G] and the token's index."""
     top = log_weights.max(axis=2)
     shares = np.where(is_token, np.exp(log_weights - top[..., None]), 0.0).cumsum(axis=2)
     total = shares[..., -1]
@@ -136,7 +137,7 @@ def choose(
 
     Args:
         language: a language with at least one string for this window.
-        window: the window, whose open positions are the rows.
+        window: the window; its open positions are the rows.
         rows: their reduced logits.
         draws: [n] uniform numbers, one per position, for a draw; None for the best string.
     """
@@ -163,7 +164,7 @@ def choose(
 
 
 def can_be_completed(language: Language, window: OpenWindow) -> bool:
-    """Whether the tokens in a window can become part of a whole answer."""
+    """Return whether the tokens in a window can become part of a complete answer."""
     nothing = np.empty((np.count_nonzero(window.kinds == OPEN), language.num_classes))
     weights = _set_weights(language, window, nothing * 0, is_drawn=False)
     values = _backward(language, window, weights, is_drawn=False)
@@ -173,7 +174,9 @@ def can_be_completed(language: Language, window: OpenWindow) -> bool:
 def _set_weights(
     language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool
 ) -> Array:
-    """Weight of each set at each position, [n, S + 1] float64; the last column is no set."""
+    """Return the weight of each set at each position, [n, S + 1] float64; the last column is no
+    set.
+    """
     sums = np.zeros((len(window.kinds), language.num_sets + 1))
     members, starts = language.set_members, language.set_starts[:-1]
     rows, step = (window.kinds == OPEN).nonzero()[0], max(_CELLS_AT_ONCE // len(members), 1)
@@ -193,7 +196,7 @@ def _set_weights(
 
 
 def _backward(language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool) -> Array:
-    """Value of each state behind each position, [n + 1, Q] float64."""
+    """Return the value of each state after each position, [n + 1, Q] float64."""
     num, edges = len(window.kinds), language.edges
     values = np.empty((num + 1, language.num_states))
     values[num] = np.where(language.room <= max(window.left, 0), 0.0, -np.inf)
@@ -206,6 +209,7 @@ def _backward(language: Language, window: OpenWindow, weights: Array, *, is_draw
             with np.errstate(divide="ignore"):
                 best = finite + np.log(np.add.reduceat(shares, edges.starts))
         values[index] = best
-        if index == num + window.left:  # the answer must be whole here
+        # The answer must be complete here.
+        if index == num + window.left:
             values[index, language.room > 0] = -np.inf
     return values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regular expressions in the syntax of Python's `re`, without what is not regular."""
+"""Regular expressions in the syntax of Python's `re`, without the syntax that is not regular."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Encode = Callable[[list[Range]], Node]
 
 MAX_PATTERN = 20_000  # characters of a pattern
-MAX_CHARACTER_PARTS = 100_000  # of the characters and sets of a pattern, each written out once
+MAX_CHARACTER_PARTS = 100_000  # parts of the characters and sets of a pattern, each counted once
 ANY: list[Range] = [(0, LAST_CODE_POINT)]
 _NO_LINE_END = complement([(ord("\n"), ord("\n"))])
 _WORD: list[Range] = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -46,25 +46,25 @@ _CATEGORIES: dict[str, list[Range]] = {
 
 
 class UnsupportedPatternError(ValueError):
-    """A pattern is no regular expression, or uses unsupported syntax, which is named."""
+    """A pattern is invalid, or uses unsupported syntax, which the message names."""
 
 
 def regex(
     pattern: str, encode: Encode = chars, *, searches: bool = False, origin: str = ""
 ) -> Node:
-    """Make the expression of what `pattern` matches as a whole.
+    """Return the expression of the texts that `pattern` matches as a whole.
 
-    Digits, spaces and word characters are those of ASCII, where characters are asked for; where
-    they are excluded, those of Unicode are excluded too.
+    Positive classes of digits, spaces and word characters contain only ASCII characters. Negated
+    classes exclude the Unicode characters, too.
 
     Args:
-        pattern: the expression.
-        encode: function of ranges of characters that returns how one of them is written.
-        searches: whether anything may stand before and behind, where no anchor forbids it.
-        origin: where the pattern stands: what errors about its repetitions begin with.
+        pattern: the regular expression.
+        encode: function from ranges of characters to the expression of one such character.
+        searches: whether any text may precede and follow the match, unless an anchor forbids it.
+        origin: source of the pattern, the prefix of errors about its repetitions.
 
     Raises:
-        UnsupportedPatternError: it cannot be had.
+        UnsupportedPatternError: the pattern is not supported.
     """
     if len(pattern) > MAX_PATTERN:
         why = f"it has {len(pattern)} characters; wanted at most {MAX_PATTERN}"
@@ -79,7 +79,7 @@ def regex(
 
 
 class _Expressions:
-    """Makes the expressions of the parts of one parsed pattern."""
+    """Converts the parts of one parsed pattern to expressions."""
 
     def __init__(self, encode: Encode, origin: str) -> None:
         self._encode, self._origin = encode, origin
@@ -131,7 +131,7 @@ class _Expressions:
         raise UnsupportedPatternError(f"{str(name).lower()} is not supported there")
 
     def _character(self, ranges: list[Range]) -> Node:
-        """Return how a character of `ranges` is written; equal ones share their expression."""
+        """Return the expression of a character of `ranges`; equal ranges share one expression."""
         key = tuple(ranges)
         if key not in self._known:
             self._known[key] = node = self._encode(ranges)
@@ -159,7 +159,9 @@ def _members(items: list[Any]) -> list[Range]:
 
 
 def _category(name: str, *, widest: bool) -> list[Range]:
-    """Return the characters of a category by any definition; or, `widest`, by some definition."""
+    """Return the characters that all definitions of a category include, or `widest`: any
+    definition.
+    """
     *_, kind = name.split("_")
     is_other = "NOT" in name
     ranges = _widest(kind) if widest != is_other else _CATEGORIES[kind]
@@ -168,7 +170,7 @@ def _category(name: str, *, widest: bool) -> list[Range]:
 
 @cache
 def _widest(kind: str) -> list[Range]:
-    """Return all characters of a category by Unicode; for words, all that are not ASCII."""
+    """Return a category's characters in Unicode; for words, including all non-ASCII characters."""
     if kind == "WORD":
         return [*_WORD, (128, LAST_CODE_POINT)]
     belongs = str.isdecimal if kind == "DIGIT" else str.isspace

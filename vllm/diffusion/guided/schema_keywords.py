@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keywords of JSON schemas that are enforced, and checks of what they are given."""
+"""Keywords of JSON schemas that are enforced, and checks of their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES: dict[str, frozenset[str]] = {
 }
 OF_TYPES = frozenset().union(*TYPES.values())
 
-_DAY = "(0[1-9]|1[0-9]|2[0-8])"  # in every month
+_DAY = "(0[1-9]|1[0-9]|2[0-8])"  # days that every month has
 _DATE = rf"[0-9]{{3}}[1-9]-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
 _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?"
 _ZONE = r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -36,7 +36,7 @@ _LABEL = "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}\.[a-z]{{2,10}}"
 _MAILBOX = r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*"
 _PATH = r"(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9._~=&-]*)?(#[A-Za-z0-9._~-]*)?"
-WHOLE_FORMATS = {"int32": 31, "int64": 63}  # of integers: bits beside the sign
+WHOLE_FORMATS = {"int32": 31, "int64": 63}  # formats of integers: bits without the sign
 FORMATS: dict[str, str] = {
     "date": _DATE,
     "time": _CLOCK + _ZONE,
@@ -55,8 +55,8 @@ class SchemaError(ValueError):
     """A schema cannot be enforced.
 
     Attributes:
-        place: place in the schema, as a JSON pointer.
-        keyword: the keyword at fault.
+        place: position in the schema, as a JSON pointer.
+        keyword: the invalid keyword.
         why: reason, in words.
     """
 
@@ -66,13 +66,13 @@ class SchemaError(ValueError):
 
 
 def in_line(text: str, limit: int = 300) -> str:
-    """Return a text that a client may have written as part of one line."""
+    """Return a text from a client in a form that fits into one line."""
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def check_annotations(schema: dict[str, Any], place: str) -> None:
-    """Refuse identifiers that are no identifiers of a schema. Nothing is ever read from them."""
+    """Refuse invalid identifiers of a schema. The identifiers are never resolved."""
     for keyword in ("$schema", "$id"):
         given = schema.get(keyword, "")
         if not isinstance(given, str) or given.lower().startswith("file:"):
@@ -82,7 +82,7 @@ def check_annotations(schema: dict[str, Any], place: str) -> None:
 
 
 def types_of(schema: dict[str, Any], place: str) -> list[str]:
-    """Return the types that a schema names, else those to which its keywords apply."""
+    """Return the types that a schema names, or else the types to which its keywords apply."""
     given = schema.get("type")
     if "type" not in schema:
         about = [kind for kind, keywords in TYPES.items() if keywords & schema.keys()]
@@ -95,7 +95,7 @@ def types_of(schema: dict[str, Any], place: str) -> list[str]:
 
 
 def check_format(schema: dict[str, Any], place: str) -> None:
-    """Refuse unknown formats; those of whole numbers act as bounds."""
+    """Refuse unknown formats. Formats of whole numbers apply only to integers, as bounds."""
     name = schema.get("format", "date")
     if not isinstance(name, str) or name not in (FORMATS.keys() | WHOLE_FORMATS.keys()):
         wanted = ", ".join([*FORMATS, *WHOLE_FORMATS])
@@ -105,13 +105,13 @@ def check_format(schema: dict[str, Any], place: str) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the value is a finite number; booleans are none."""
+    """Return whether the value is a finite number; booleans are not numbers."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return is_whole or (isinstance(value, float) and math.isfinite(value))
 
 
 def count_of(schema: dict[str, Any], keyword: str, place: str, default: Any = None) -> Any:
-    """Return a keyword's whole number, or a default."""
+    """Return the whole number of a keyword, or a default."""
     value = schema.get(keyword, default)
     if keyword in schema and not (is_finite(value) and value == int(value) >= 0):
         raise SchemaError(place, keyword, f"given {value!r}; wanted a whole number, 0 or more")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions over bytes that define languages: all regular, all of UTF-8 text."""
+"""Expressions over bytes that define languages; all are regular, and all texts are UTF-8."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _LAST_OF_LENGTH = (0x7F, 0x7FF, 0xFFFF, LAST_CODE_POINT)
 
 _LARGEST_COUNT = 10**12  # parts; larger counts are treated as equal
 
-Range: TypeAlias = tuple[int, int]  # code points or bytes, both ends included
+Range: TypeAlias = tuple[int, int]  # code points or bytes, inclusive
 
 
 @dataclass(frozen=True)
 class Byte:
-    """One byte of a set; bit b of `mask` is set if byte b belongs to it."""
+    """One byte of a set; bit b of `mask` is set if the set contains byte b."""
 
     mask: int
 
 
 @dataclass(frozen=True)
 class Then:
-    """Parts one after the other; without parts, the empty text."""
+    """Parts in sequence; without parts, the empty text."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Either:
-    """One of the options; without options, no text at all."""
+    """One of several options; without options, no text at all."""
 
     options: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`minimum` to `maximum` repetitions of a node; None is without bound.
+    """`minimum` to `maximum` repetitions of a node; None is unbounded.
 
-    `origin` says which part of a format asks for so many; "" where none does.
+    `origin` is the part of a format that requests the repetitions, or "".
     """
 
     node: Node
@@ -54,7 +54,9 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Multiple:
-    """A decimal without sign or leading zeros that `factor` divides, zero included."""
+    """A decimal number without sign or leading zeros that is a multiple of `factor`, including
+    zero.
+    """
 
     factor: int
 
@@ -63,25 +65,26 @@ Node: TypeAlias = "Byte | Then | Either | Repeat | Multiple"
 
 
 def text(string: str) -> Node:
-    """Make the expression of exactly this text."""
+    """Return the expression of exactly this text."""
     return Then(tuple(Byte(1 << byte) for byte in string.encode()))
 
 
 def then(*parts: Node | str) -> Node:
-    """Concatenate parts; strings stand for themselves."""
+    """Concatenate parts; strings match themselves."""
     return Then(tuple(text(part) if isinstance(part, str) else part for part in parts))
 
 
 def either(options: Iterable[Node | str]) -> Node:
-    """Make the alternative of options; strings stand for themselves."""
+    """Return the alternative of options; strings match themselves."""
     nodes = tuple(text(option) if isinstance(option, str) else option for option in options)
     return nodes[0] if len(nodes) == 1 else Either(nodes)
 
 
 def repeat(node: Node, minimum: int, maximum: int | None, origin: str = "") -> Node:
-    """Make the expression of repetitions; repetitions of repetitions become one where they can.
+    """Return the expression of repetitions; nested repetitions are merged if possible.
 
-    `(x{0,m}){a,b}` is `x{0,mb}` and `(x{1,m}){a,b}` is `x{a,mb}`, as no number is left out.
+    `(x{0,m}){a,b}` is `x{0,mb}` and `(x{1,m}){a,b}` is `x{a,mb}`, because every number in between
+    is possible.
     """
     while isinstance(node, Then) and len(node.parts) == 1:
         node = node.parts[0]
@@ -97,7 +100,7 @@ def maybe(node: Node) -> Node:
 
 
 def chars(ranges: Iterable[Range]) -> Node:
-    """Make the expression of one character of `ranges`, in UTF-8; surrogates are left out."""
+    """Return the expression of one character of `ranges` in UTF-8, without surrogates."""
     mask, longer = 0, []
     for first, last in _without_surrogates(ranges):
         for low, high in _of_equal_length(first, last):
@@ -131,7 +134,7 @@ def _without_surrogates(ranges: Iterable[Range]) -> Iterable[Range]:
 
 
 def _of_equal_length(first: int, last: int) -> Iterable[Range]:
-    """Split a range where its characters become longer in UTF-8."""
+    """Split a range into parts whose characters have equal length in UTF-8."""
     for bound in _LAST_OF_LENGTH:
         if first <= min(last, bound):
             yield first, min(last, bound)
@@ -139,7 +142,7 @@ def _of_equal_length(first: int, last: int) -> Iterable[Range]:
 
 
 def _sequences(low: bytes, high: bytes) -> list[Node]:
-    """Expressions of the byte sequences from `low` to `high`, which are equally long."""
+    """Return expressions of the byte sequences from `low` to `high`, which have equal length."""
     if len(low) == 1:
         return [Byte(_byte_mask(low[0], high[0]))]
     minimum, maximum = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
@@ -164,10 +167,10 @@ def _one(byte: int) -> Byte:
 
 
 def count_nodes(node: Node, known: dict[int, int] | None = None) -> int:
-    """Bound the states of an automaton of `node`, with repetitions written out.
+    """Return an upper bound of the states of an automaton of `node`, with repetitions expanded.
 
     Args:
-        node: the expression; nodes that stand in several places are counted once and multiplied.
+        node: the expression; a node that occurs several times is counted once and multiplied.
         known: counts by id of nodes that are kept elsewhere; filled.
     """
     known = {} if known is None else known
@@ -189,7 +192,7 @@ def _count_parts(node: Then | Either | Repeat | Multiple, known: dict[int, int])
 
 
 def largest_repeat(node: Node) -> str:
-    """Return the origin of the repetition with the most parts; "" if none has one."""
+    """Return the origin of the repetition with the most parts, or "" if no repetition has one."""
     known: dict[int, int] = {}
     count_nodes(node, known)
     best, origin, seen, waiting = 0, "", set(), [node]

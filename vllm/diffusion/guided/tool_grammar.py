@@ -34,13 +34,13 @@ class Tools(NamedTuple):
 
 
 def calls(tools: Tools, allowance: Allowance | None = None) -> Node:
-    """Make the expression of one call of any of the functions.
+    """Return the expression of one call of any of the functions.
 
-    Where text is allowed, it must not look like a call. A function whose schema names no member of
-    its arguments is called without any.
+    If text is allowed, it must not look like a call. A function whose schema names no arguments is
+    called without arguments.
 
     Raises:
-        SchemaError: naming the function and the keyword of its parameters that cannot be had.
+        SchemaError: naming the function and the unsupported keyword of its parameters.
     """
     options: list[Node] = []
     for name, schema in tools.parameters.items():
@@ -54,7 +54,7 @@ def calls(tools: Tools, allowance: Allowance | None = None) -> Node:
 
 
 def _is_without_members(schema: Any) -> bool:
-    """Whether the schema of a function's arguments neither names nor asks for any member."""
+    """Return whether the schema of a function's arguments neither names nor requires a member."""
     return (
         isinstance(schema, dict)
         and schema.get("type", "object") == "object"

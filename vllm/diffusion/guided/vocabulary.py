@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a tokenizer's tokens, and a trie of them."""
+"""Bytes of a tokenizer's tokens, and their trie."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.guided.automaton import Array
 
-_SPACE = "\u2581"  # how SentencePiece writes a space
+_SPACE = "\u2581"  # SentencePiece's notation of a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SAMPLE = '{"a": [1, 2.5]} The fox'
 
 
 class VocabularyError(ValueError):
-    """The bytes of a tokenizer's tokens cannot be determined; the message says why."""
+    """The bytes of a tokenizer's tokens cannot be determined; the message has the reason."""
 
 
 class Level(NamedTuple):
     """Nodes of a trie at equal depth.
 
     Attributes:
-        parents: [N] int64, their numbers in the level before.
-        bytes: [N] uint8, the byte that leads from the parent.
-        end_nodes: [E] int64, numbers of nodes of this level where tokens end.
-        end_tokens: [E] int64, these tokens.
+        parents: [N] int64, numbers of their parents in the previous level.
+        bytes: [N] uint8, the byte on the edge from the parent.
+        end_nodes: [E] int64, nodes of this level where tokens end.
+        end_tokens: [E] int64, the tokens that end there.
     """
 
     parents: Array
@@ -44,8 +44,8 @@ class Vocabulary:
     """Text tokens of a tokenizer.
 
     Args:
-        tokens: bytes of every token id; None for those that are not text.
-        num_columns: columns of the model's logits; later ones have no token.
+        tokens: bytes of every token id; None for tokens that are not text.
+        num_columns: columns of the model's logits; columns after the tokens have no text.
     """
 
     def __init__(self, tokens: Sequence[bytes | None], num_columns: int) -> None:
@@ -54,7 +54,7 @@ class Vocabulary:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """Trie of the tokens, from the first byte on."""
+        """Trie of the tokens, level by level from the first byte."""
         return tuple(self._levels())
 
     def _levels(self) -> Iterator[Level]:
@@ -76,7 +76,7 @@ def vocabulary_of(tokenizer: Any, num_columns: int) -> Vocabulary:
     """Return the vocabulary of a tokenizer of transformers; special and added tokens are not text.
 
     Raises:
-        VocabularyError: its tokens are spelled in a way that is not known.
+        VocabularyError: the notation of its tokens is unknown.
     """
     spelled: Mapping[str, int] = tokenizer.get_vocab()
     out = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
@@ -91,7 +91,7 @@ def vocabulary_of(tokenizer: Any, num_columns: int) -> Vocabulary:
 
 
 def _spelling(tokenizer: Any) -> Any:
-    """Return the function from a token's name to its bytes, by the tokenizer's decoder."""
+    """Return the function from a token's name to its bytes that fits the tokenizer's decoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
@@ -105,7 +105,9 @@ def _spelling(tokenizer: Any) -> Any:
 
 
 def _symbols() -> dict[str, int]:
-    """Map the characters of byte-level BPE to bytes: printable ones, or characters from 256 on."""
+    """Map the characters of byte-level BPE to bytes; unprintable bytes have characters from 256
+    on.
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     symbols = {chr(byte): byte for byte in plain}
@@ -130,7 +132,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _check(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    """Check that the tokens of a text have its bytes, except for a space put before it."""
+    """Check that the tokens of a text have its bytes, except for a space prepended to it."""
     ids = tokenizer.encode(_SAMPLE, add_special_tokens=False)
     written = b"".join(vocabulary.tokens[i] or b"" for i in ids)
     if written.removeprefix(b" ") != _SAMPLE.encode():

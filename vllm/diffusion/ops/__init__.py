@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of the engine: the only way to the native rooms, and to upstream's weights."""
+"""Operations of the engine: the only access to the native packages and to upstream's weights."""
 
 from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel

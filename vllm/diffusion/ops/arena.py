@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vmm_allocator` for the pool: device memory that is mapped where it is needed."""
+"""`vmm_allocator` for the pool: device memory that is mapped on demand."""
 
 from vmm_allocator import (
     Arena,

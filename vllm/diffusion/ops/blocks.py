@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 weights of a checkpoint with a scale for every block, 128 x 128 as published.
+"""fp8 weights of a checkpoint with a scale per block, which is 128 x 128 in published checkpoints.
 
-They are read exactly and multiplied by rows in the model dtype, unpacked part by part like 4-bit
-weights: each row keeps a scale for every block of the depth, as for a group.
+They are kept exactly and multiplied by rows in the model dtype. They are unpacked part by part
+like 4-bit weights: each row stores a scale for every block of the depth, as for a group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 
 
 def quantise_blocks(part: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return a matrix [N, K] in fp8, and the scales of its whole blocks, of the largest numbers."""
+    """Return a matrix [N, K] in fp8, and the scale of each block from its largest magnitude."""
     rows, columns = block
     wide = part.float().unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
     largest = torch.finfo(torch.float8_e4m3fn).max
@@ -34,7 +34,7 @@ class BlockMethod(StreamedMethod[BlockScheme]):
     """Loads block-scaled weights in upstream's linear layers, for `PackedProjection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make `weight` [N, K] fp8 and the scales of its blocks."""
+        """Register `weight` [N, K] fp8 and the scales of its blocks."""
         (height, width), name = self._scheme.block, self._scheme.scale_name
         num_rows, depth = matrix.num_rows, matrix.depth
         if num_rows % height or depth % width:
@@ -52,12 +52,14 @@ class BlockMethod(StreamedMethod[BlockScheme]):
                     f"{list(stored.shape)}; wanted whole blocks of {[height, width]}"
                 )
 
-        # The layer's tensors, wherever they lie when a part comes.
+        # The functions use the layer's current tensors, which may have moved before a part
+        # arrives.
         def put_scales(rows: slice, part: Tensor) -> None:
             stored = getattr(layer, name).data[rows]
             check(stored, part)
             stored.copy_(part)
-            if name in layer._parameters and "weight_scale" in layer._buffers:  # once loaded
+            # the layer has been loaded before
+            if name in layer._parameters and "weight_scale" in layer._buffers:
                 of_rows = layer.get_buffer("weight_scale")
                 first, last = rows.start * height, rows.stop * height
                 of_rows[first:last] = stored.repeat_interleave(height, 0)
@@ -65,7 +67,7 @@ class BlockMethod(StreamedMethod[BlockScheme]):
         def put_values(rows: slice, part: Tensor) -> None:
             stored: Tensor = layer.get_parameter("weight").data[rows]
             check(stored, part)
-            if part.dtype != stored.dtype:  # a plain one, from a trainer
+            if part.dtype != stored.dtype:  # an unquantised part, from a trainer
                 blocks = slice(rows.start // height, rows.stop // height)
                 part, own_scales = quantise_blocks(part.to(stored.device), (height, width))
                 put_scales(blocks, own_scales)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication of tensor-parallel ranks within a step: sums with the residual, and gathers.
 
-On the cards of one host ranks read each other's memory, in our own kernels, which a CUDA graph can
-hold; elsewhere, and beyond that memory, PyTorch's process group is used (NCCL, gloo). All ranks
+GPUs of one host read each other's memory in our own kernels, which a CUDA graph can capture.
+Otherwise, and for sizes above the buffers, PyTorch's process group is used (NCCL, gloo). All ranks
 compute equal bits.
 
-A rank that fails in a step would leave the others waiting for it. On one host they see it on their
-board, stop waiting, and all begin anew with the next step (`engine/worker/agreement.py`).
+A rank that fails in a step would leave the others waiting for it. On one host they read its
+failure from their shared board, stop waiting, and all reset before the next step
+(`engine/worker/agreement.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_ALIGNMENT = 16  # bytes of what the kernels read at a time
+_ALIGNMENT = 16  # bytes that the kernels read at a time
 
 
 class Collectives:
@@ -48,7 +49,7 @@ class Collectives:
         self.num_ranks = group.size()
 
     def add_sum(self, x: Tensor, write: Callable[[slice, Tensor], None], scratch: Buffers) -> None:
-        """Add to x, in place, the sum over the ranks of what `write` writes.
+        """Add to x, in place, the sum over the ranks of the parts that `write` computes.
 
         Args:
             x: [R, D], contiguous; equal on all ranks.
@@ -60,7 +61,7 @@ class Collectives:
         x.add_(self.sum(part))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Replace x, contiguous, by its sum over the ranks; return it."""
+        """Replace contiguous x by its sum over the ranks, and return it."""
         self._wait(distributed.all_reduce(x, group=self._group, async_op=True))
         return x
 
@@ -75,23 +76,23 @@ class Collectives:
         return out.view(self.num_ranks, *part.shape)
 
     def align(self) -> None:
-        """Prepare for a CUDA graph; to be called around a capture, and before a replay."""
+        """Prepare for a CUDA graph; must be called around a capture, and before a replay."""
 
     @property
     def can_reset(self) -> bool:
-        """Whether ranks can go on after one of them has left the others waiting."""
+        """Whether the ranks can continue after one of them has left the others waiting."""
         return self._board is not None and distributed.get_backend(self._group) == "gloo"
 
     def stop_waiting(self) -> None:
-        """Announce that this rank makes no more calls; others see it on the board."""
+        """Announce that this rank makes no more calls; the other ranks read this from the board."""
 
     def reset(self) -> None:
-        """Forget calls that not all ranks have made; every rank must call this."""
+        """Discard calls that not all ranks have made; every rank must call this."""
         ranks = distributed.get_process_group_ranks(self._group)
         self._group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def _wait(self, work: distributed.Work) -> None:
-        """Wait for work; on the host only as long as all ranks are well."""
+        """Wait for work; on the host, stop waiting if another rank fails."""
         if self.can_reset and self._board is not None:
             self._board.wait(work)
         else:
@@ -99,18 +100,18 @@ class Collectives:
 
 
 class CardCollectives(Collectives):
-    """Sums and gathers of cards that read each other's memory.
+    """Sums and gathers of GPUs that read each other's memory.
 
-    Each rank has two buffers that all can read, and writes them in turn: when it writes one again,
-    all have met for the other, so nobody reads the first any more. A graph begins and ends with the
-    first of the two.
+    Each rank has two buffers that all ranks can read, and writes them in turn. When it writes one
+    again, all ranks have finished a call with the other one, so none still reads the first. A
+    graph begins and ends with the first of the two.
 
     Args:
         group: group of the ranks; all are processes of one host.
         board: shared counters of the ranks.
         device: this rank's device.
-        buffer_bytes: bytes of each of the two buffers; larger sums go through them in parts, and
-            larger gathers through the process group.
+        buffer_bytes: bytes of each of the two buffers; larger sums are computed in parts, and
+            larger gathers use the process group.
     """
 
     def __init__(
@@ -178,12 +179,14 @@ class CardCollectives(Collectives):
         return True
 
     def stop_waiting(self) -> None:
-        torch.cuda.synchronize(self._device)  # what others wait for in earlier steps
+        # Other ranks wait for work of earlier steps.
+        torch.cuda.synchronize(self._device)
         self._all.is_over.fill_(1)
 
     def reset(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._all.exchange(0)  # nobody computes
+        # No rank computes any more.
+        self._all.exchange(0)
         self._memory[2 * self._buffer_bytes :].zero_()
         self._calls.zero_()
         self._turn = 0
@@ -201,7 +204,7 @@ class CardCollectives(Collectives):
         return self._buffer(like.nbytes).view(like.dtype).view(like.shape)
 
     def _buffer(self, num_bytes: int) -> Tensor:
-        """Return the memory of this rank that the next call reads."""
+        """Return this rank's memory that the next call reads."""
         start = self._turn * self._buffer_bytes
         return self._memory[start : start + num_bytes]
 
@@ -228,7 +231,7 @@ def tensor_parallel() -> Collectives:
 
 
 def align_ranks() -> None:
-    """Prepare for a CUDA graph; to be called before and after a capture, and before a replay."""
+    """Prepare for a CUDA graph; must be called before and after a capture, and before a replay."""
     if _current is not None:
         _current.align()
 
@@ -238,7 +241,7 @@ def join_ranks(device: torch.device, buffer_bytes: int, board: HostBoard | None)
 
     Args:
         device: this rank's device.
-        buffer_bytes: bytes that the ranks of several cards sum at a time.
+        buffer_bytes: bytes that the ranks of several GPUs sum at a time.
         board: shared counters of these ranks, if they are on one host.
     """
     global _current
@@ -256,7 +259,7 @@ def join_ranks(device: torch.device, buffer_bytes: int, board: HostBoard | None)
 
 
 def _reads_others(device: torch.device, board: HostBoard) -> bool:
-    """Whether every rank's card can read the memory of all others."""
+    """Return whether every rank's GPU can read the memory of all others."""
     cards = board.exchange(device.index)
     sees_all = len(set(cards)) == len(cards) and all(
         torch.cuda.can_device_access_peer(device.index, card)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the kernel that an op runs, by its rows, its shape and the card. Nothing else chooses.
+"""Choice of the kernel that an op runs, by rows, shape and GPU. No other module chooses kernels.
 
-All numbers were measured on an H200; docs/measurements/kernels.md lists them ("Which kernel runs").
+All numbers were measured on an H200; docs/measurements/kernels.md lists them ("Which kernel
+runs").
 """
 
 from __future__ import annotations
@@ -44,42 +45,50 @@ _SKINNY_FP8 = (
 _SKINNY_GATED_FP8 = (_Skinny(Tiling(192), max_rows=64), _Skinny(Tiling(96), max_rows=64))
 _PACKED_FEW = ((192, 0), (64, 0))  # columns and rows of a tile
 _PACKED_FEW_ROWS = 64
-# Of more rows, with the microseconds that a tile takes for 4,096 of the depth.
+# Tiles for more rows, with the microseconds that each takes for 4,096 of the depth.
 _PACKED_MANY = {(192, 128): 41, (128, 128): 31, (128, 256): 50}
-_PACKED_START_US = 8  # and to start and to end, as cuBLAS's products take
-_PACKED_SPLITS = (1, 2)  # more blocks of a cluster do not find room on all multiprocessors
-_PACKED_DEPTH = 256  # of a stage
-_PACKED_SCALES = 16_384  # of a tile
-_UNPACKED_PER_US = 1.3e6  # 4-bit numbers
-_MULTIPLIED_PER_US = 375e6  # pairs of numbers, by cuBLAS
-_SLICE_START_US = 4  # and to start and to end a product of a slice of columns
-UNPACKED = Tiling(256, rows=128)  # as cuBLAS mostly has them
-_ONE_SCALE_ROWS = 1023  # of gated fp8 products, up to which cuBLAS's without scales is the faster
-_ADDED_ROWS = 1024  # of fp8 products, from which cuBLAS's own sum is faster than a pass for it
+# Microseconds to start and end a product, for these kernels and for cuBLAS.
+_PACKED_START_US = 8
+# Clusters of more blocks do not fit on all multiprocessors.
+_PACKED_SPLITS = (1, 2)
+_PACKED_DEPTH = 256  # depth of a stage
+_PACKED_SCALES = 16_384  # scales of a tile
+_UNPACKED_PER_US = 1.3e6  # 4-bit numbers per microsecond
+_MULTIPLIED_PER_US = 375e6  # products of two numbers per microsecond with cuBLAS
+_SLICE_START_US = 4  # microseconds to start and end the product of a slice of columns
+UNPACKED = Tiling(256, rows=128)  # usual tile of cuBLAS
+# Rows of gated fp8 products up to which cuBLAS is faster without scales.
+_ONE_SCALE_ROWS = 1023
+# Rows of fp8 products from which cuBLAS's own sum is faster than a separate pass.
+_ADDED_ROWS = 1024
 _GATED = (Tiling(192, rows=256), Tiling(192, rows=128))
-AHEAD_BYTES = 4 << 20  # of the next weight that few rows' products bring to the cache
-_MIN_BLOCK_SHARE = 0.84  # of the multiprocessors, below which too few bytes are on their way
-# Share of the tiles that the card computes at a time, below which cuBLAS's fit better.
+AHEAD_BYTES = 4 << 20  # bytes of the next weight that products of few rows prefetch into the cache
+# Share of busy multiprocessors below which too few bytes are in flight.
+_MIN_BLOCK_SHARE = 0.84
+# Share of used elements in the tiles that the GPU computes at a time, below which cuBLAS's tiles
+# fit better.
 _MIN_TILE_USE = 0.9
 _STEP_DEPTH = 64
-_PORTABLE_ROWS = 256  # of the kernels for every card
+_PORTABLE_ROWS = 256  # rows of the kernels for every GPU
 
-_HEAD_COLUMNS = 65_536  # of what counts as an output matrix
-_HEAD_ROWS = 64  # Triton's product with one, beyond which cuBLAS's is the faster one
-_TOP_ROWS = 128  # the same, sampled tile by tile, beside storing the logits and sampling from them
+_HEAD_COLUMNS = 65_536  # minimum columns of an output matrix
+_HEAD_ROWS = 64  # rows of an output product above which cuBLAS is faster than Triton
+# Rows of an output product above which storing the logits and then sampling is faster.
+_TOP_ROWS = 128
 
-# Of sums over ranks: as fast as more, and the rest of the card is free for other kernels.
+# Blocks of a sum over ranks. More are not faster, and the rest of the GPU is free for other
+# kernels.
 RANKS_BLOCKS = 64
 
-# The compiled router, by the number of experts: elsewhere, and of 256 experts everywhere, Triton's
-# is as fast or faster.
+# Rows for which the compiled router is the fastest, by number of experts. Otherwise, and always
+# with 256 experts, Triton's router is as fast or faster.
 _ROUTER_ROWS = {64: range(9, 65), 128: range(8, 33)}
-_PARTS_ROWS = 128  # Triton's router, beyond which PyTorch's product is the faster one
-_GATED_ROWS = 32  # a group: up to which Triton's gated product is the faster one
+_PARTS_ROWS = 128  # rows of Triton's router above which PyTorch's product is faster
+_GATED_ROWS = 32  # rows per group up to which Triton's gated product is faster
 
 
 class KernelTier(Enum):
-    """The compiled products that a card runs."""
+    """The compiled products that a GPU can run."""
 
     HOPPER = "kernels"
     PORTABLE = "portable kernels"
@@ -87,11 +96,11 @@ class KernelTier(Enum):
 
 
 class DeviceInfo(NamedTuple):
-    """A device as products are chosen for it.
+    """Properties of a device that determine which products it runs.
 
     Attributes:
-        tier: what it runs; for the compute capability that `VLLM_DLLM_KERNELS` names.
-        multiprocessors: number of them; 0 where no compiled product runs.
+        tier: the products that it runs, for the compute capability of `VLLM_DLLM_KERNELS`, if set.
+        multiprocessors: number of multiprocessors; 0 if no compiled product runs.
     """
 
     tier: KernelTier
@@ -103,7 +112,7 @@ NO_CARD = DeviceInfo(KernelTier.NONE, 0)
 
 @functools.cache
 def card_of(device: torch.device) -> DeviceInfo:
-    """Return what a device runs: nothing of ours on a CPU, or before the kernels are built."""
+    """Return the properties of a device; CPUs, and GPUs without built kernels, run no products."""
     if device.type != "cuda" or not is_built():
         return NO_CARD
     capability = capability_of(device.index)
@@ -114,7 +123,9 @@ def card_of(device: torch.device) -> DeviceInfo:
 
 
 def _portable(num_rows: int, card: DeviceInfo) -> Tiling | None:
-    """Tiling where the card has no kernels of its own; None to multiply otherwise."""
+    """Return the tiling for a GPU without its own kernels, or None if the portable one is
+    unsuitable.
+    """
     is_few = 0 < num_rows <= _PORTABLE_ROWS
     return PORTABLE if is_few and card.tier is KernelTier.PORTABLE else None
 
@@ -122,7 +133,8 @@ def _portable(num_rows: int, card: DeviceInfo) -> Tiling | None:
 def linear_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
-    """Tiling of `fused_linear` that keeps (nearly) every multiprocessor busy; None for cuBLAS.
+    """Return a tiling of `fused_linear` that keeps nearly all multiprocessors busy; None for
+    cuBLAS.
 
     Args:
         num_rows, num_columns, depth: sizes of the product.
@@ -136,7 +148,7 @@ def linear_tiling(
 def fp8_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
-    """Tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS.
+    """Return a tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS.
 
     Arguments are those of `linear_tiling`.
     """
@@ -153,7 +165,7 @@ def _tiling(
     *,
     gated: bool,
 ) -> Tiling | None:
-    """Tiling for few rows, or for any number in a gated product; depth counts as in bf16."""
+    """Return a tiling for few rows, or for any gated product; depth counts as in bf16."""
     if card.tier is not KernelTier.HOPPER:
         return _portable(num_rows, card)
     tiling = _skinny_tiling(skinny, num_rows, num_columns, depth, card.multiprocessors)
@@ -163,7 +175,9 @@ def _tiling(
 
 
 def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:
-    """First tiling of a gated product of any number of rows whose tiles fill the card."""
+    """Return the first tiling of a gated product, for any number of rows, whose tiles fill the
+    GPU.
+    """
     multiprocessors = card.multiprocessors
     if card.tier is not KernelTier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
         return None
@@ -179,11 +193,11 @@ def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInf
 def packed_tiling(
     num_rows: int, num_columns: int, depth: int, group: int, *, card: DeviceInfo
 ) -> Tiling | None:
-    """Tiling of `fused_linear_packed`; None to unpack the matrix first.
+    """Return a tiling of `fused_linear_packed`, or None to unpack the matrix first.
 
-    For few rows: the fewest blocks that keep (nearly) the whole card busy, or else as much of it as
-    possible, independent of their number. For more: the fastest, if a multiprocessor computes one
-    tile after the other, or None where unpacking and cuBLAS are faster.
+    For few rows, it has the fewest blocks that keep nearly the whole GPU busy, or else as much of
+    it as possible, independent of the number of rows. For more rows, it is the fastest if a
+    multiprocessor computes one tile after the other, or None if unpacking and cuBLAS are faster.
 
     Args:
         num_rows, num_columns, depth: sizes of the product.
@@ -205,7 +219,7 @@ def packed_tiling(
     ]
 
     def turns(tiling: Tiling) -> tuple[int, int]:
-        """Return the number of blocks, and the most of any multiprocessor."""
+        """Return the number of blocks, and the maximum number per multiprocessor."""
         blocks = num_columns // tiling.columns * tiling.split
         blocks *= ceil(num_rows / tiling.rows) if tiling.rows else 1
         return blocks, ceil(blocks / multiprocessors)
@@ -237,13 +251,13 @@ def slice_columns(
     *,
     card: DeviceInfo,
 ) -> int:
-    """Columns of a slice when a product is computed slice by slice.
+    """Return the columns of a slice when a product is computed slice by slice.
 
-    It is chosen for the fewest launches that leave no multiprocessor idle.
+    The number minimises the time of all launches, whose last wave may leave multiprocessors idle.
 
     Args:
         num_rows, num_columns, depth: sizes of the product.
-        most: most columns of a slice.
+        max_columns: maximum number of columns of a slice.
         tiling: tiling of the kernel that multiplies.
         card: the device, as returned by `card_of`.
     """
@@ -264,19 +278,19 @@ def slice_columns(
 
 
 def should_scale_gate_separately(num_rows: int) -> bool:
-    """Whether an fp8 product is faster without its scales, which silu(gate) * up then applies."""
+    """Return whether an fp8 product is faster if silu(gate) * up applies its scales afterwards."""
     return num_rows <= _ONE_SCALE_ROWS
 
 
 def adds_fp8(num_rows: int) -> bool:
-    """Whether cuBLAS should add an fp8 product to its target, instead of a pass after it."""
+    """Return whether cuBLAS should add an fp8 product to its target, instead of a separate pass."""
     return num_rows >= _ADDED_ROWS
 
 
 def _skinny_tiling(
     skinny: tuple[_Skinny, ...], num_rows: int, num_columns: int, depth: int, multiprocessors: int
 ) -> Tiling | None:
-    """First tiling for `num_rows` rows that divides the matrix and keeps the card busy."""
+    """Return the first tiling for these rows that divides the matrix and keeps the GPU busy."""
     for candidate in skinny:
         tiling = candidate.tiling
         blocks = num_columns // tiling.columns * tiling.split
@@ -292,40 +306,40 @@ def _skinny_tiling(
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the card is of compute capability 9."""
+    """Return whether the GPU has compute capability 9."""
     return device.type == "cuda" and capability_of(device.index)[0] == 9
 
 
 def multiplies_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
-    """Whether Triton's product of sample rows and an output matrix is as fast as cuBLAS's."""
+    """Return whether Triton's product of sample rows and an output matrix is as fast as cuBLAS."""
     return _is_head(num_columns, device) and 0 < num_rows <= _HEAD_ROWS
 
 
 def samples_in_head(num_rows: int, num_columns: int, device: torch.device) -> bool:
-    """Whether sampling within the output product is faster than storing logits and reading them."""
+    """Return whether sampling within the output product is faster than reading stored logits."""
     return _is_head(num_columns, device) and 0 < num_rows <= _TOP_ROWS
 
 
 def _is_head(num_columns: int, device: torch.device) -> bool:
-    """Whether the product is one that was measured: with an output matrix, on such a card."""
+    """Return whether the product was measured: with an output matrix, on such a GPU."""
     return num_columns >= _HEAD_COLUMNS and is_hopper(device)
 
 
 def routes_compiled(num_rows: int, num_experts: int) -> bool:
-    """Whether the compiled router is the fastest where it takes the tensors."""
+    """Return whether the compiled router is the fastest, if it supports the tensors."""
     return num_rows in _ROUTER_ROWS.get(num_experts, ())
 
 
 def routes_in_parts(num_rows: int, card: DeviceInfo) -> bool:
-    """Whether Triton's product with the router is faster than PyTorch's."""
+    """Return whether Triton's product with the router is faster than PyTorch's."""
     return num_rows <= (_PORTABLE_ROWS if card.tier is KernelTier.PORTABLE else _PARTS_ROWS)
 
 
 def streams_gated(num_slots: int, num_experts: int) -> bool:
-    """Whether the compiled gated product is the fastest where it takes the tensors."""
+    """Return whether the compiled gated product is the fastest, if it supports the tensors."""
     return num_slots > _GATED_ROWS * num_experts
 
 
 def streams_weighted(num_slots: int, num_experts: int) -> bool:
-    """Whether the compiled weighted product is the fastest where it takes the tensors."""
+    """Return whether the compiled weighted product is the fastest, if it supports the tensors."""
     return num_slots >= num_experts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probabilities of tokens in PyTorch, at any precision and over one or several ranks.
 
-Kernels do neither float64 nor noise that is given as numbers.
+The kernels support neither float64 nor precomputed noise.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def most_likely(
 
     Args:
         logits: [R, C] noise-free logits of this rank's columns.
-        noisy: [R, C] logits that choose the token; `logits` itself when there is no noise.
+        noisy: [R, C] logits that choose the token; `logits` itself without noise.
         first_column: token id of the first column.
         whole_rows: whether the columns are those of all ranks.
-        excluded: token ids whose probability is zero although they may be chosen.
+        excluded: token ids whose probability counts as zero, although they may be chosen.
         dtype: precision of the softmax.
 
     Returns:
@@ -50,7 +50,7 @@ def negative_entropy(
     excluded: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return sum p log(p + epsilon) of every row, [R] in `dtype`; arguments as `most_likely`."""
+    """Return sum p log(p + epsilon) of every row, [R] in `dtype`; arguments: see `most_likely`."""
     kept = _without(logits, _local_columns(excluded, first_column, logits.shape[1])).to(dtype)
     if whole_rows:
         p = torch.softmax(kept, dim=-1)
@@ -69,13 +69,16 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
     if not columns:
         return logits
     logits = logits.clone()
-    for column in columns:  # a list as an index would make the host wait for the device
+    # A list as an index would make the host wait for the device.
+    for column in columns:
         logits[:, column] = -torch.inf
     return logits
 
 
 def whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return maximum and sum of exp [R, 1] over all ranks' columns, from this rank's [R, C]."""
+    """Return the maximum and the sum of exp [R, 1] over all ranks' columns, from this rank's [R,
+    C].
+    """
     top = kept.amax(dim=-1, keepdim=True)
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
     tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)
@@ -92,14 +95,15 @@ def _most_likely_sharded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose over several ranks.
 
-    Five numbers per row cross the ranks: noisy maximum, token and its logit, maximum, sum.
+    Five numbers per row are exchanged: noisy maximum, token, its logit, maximum and sum of exp.
     """
     best, token = noisy.double().max(dim=-1)
     kept = _without(logits, excluded).double()
     chosen = kept.gather(1, token[:, None])[:, 0]
     mine = torch.stack([best, (token + first_column).double(), chosen], dim=-1)
     ranks = tensor_parallel().gather(mine).transpose(0, 1)
-    winner = ranks[:, :, 0].argmax(dim=-1, keepdim=True)  # first rank among equals: lowest id
+    # The first rank among equals has the lowest id.
+    winner = ranks[:, :, 0].argmax(dim=-1, keepdim=True)
     token = ranks[:, :, 1].gather(1, winner)[:, 0].long()
     chosen = ranks[:, :, 2].gather(1, winner)[:, 0]
     top, total = whole_softmax(kept)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of gated MLPs: every row goes through a few of the experts.
+"""Mixture of experts: every row is processed by a few of several gated MLPs.
 
-The rows are sorted by expert and each expert multiplies its rows alone, without padding. A row's
+The rows are sorted by expert, and each expert multiplies only its rows, without padding. A row's
 terms are added in ascending order of the expert. Every product and sum is rounded to the model
-dtype, as in the public code of LLaDA-MoE, or the sum is computed in fp32 (`Scoring.in_fp32`).
-Matrices of fp8 are multiplied by rows of fp8, each with its own scale; those of 4 bits are unpacked
-first, all of a layer, into memory that the layers share.
+dtype, as in the public code of LLaDA-MoE, or the sum is computed in fp32 (`Scoring.in_fp32`). fp8
+matrices are multiplied by fp8 rows, each with its own scale. 4-bit matrices of a layer are
+unpacked first, into memory that all layers share.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def route_rows(
         x: [R, D], model dtype.
         gate: [E, D], model dtype; no kernel of a step writes it.
         num_chosen: k, from 1 to E.
-        bias: [E] fp32, added to the scores for the choice only.
-        scoring: conversion of logits to a choice and weights; with windows, the first row begins
-            one.
-        has_shared: whether all rows have one more expert, as `Routing` says.
+        bias: [E] fp32, added to the scores only for the choice.
+        scoring: conversion of logits to a choice and weights; with windows, the first row begins a
+            window.
+        has_shared: whether all rows have one more expert, see `Routing`.
     """
     is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
     if is_compiled and not scoring.window and fused_ops.has_router(x, gate):
@@ -70,7 +70,7 @@ def route_rows(
 
 
 class DenseExperts(NamedTuple):
-    """Matrices of all experts, one each, not packed.
+    """Unpacked matrices of all experts, one each.
 
     Attributes:
         values: [E, N, K], model dtype or fp8.
@@ -82,17 +82,15 @@ class DenseExperts(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts E."""
         return len(self.values)
 
     @property
     def depth(self) -> int:
-        """Depth K of a matrix."""
         return self.values.shape[2]
 
     @property
     def quantises(self) -> bool:
-        """Whether the rows that they multiply are quantised to fp8."""
+        """Whether the rows to multiply are quantised to fp8."""
         return self.scales is not None
 
 
@@ -109,12 +107,11 @@ class PackedExperts(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Depth K of a matrix."""
         return self.packed.shape[1]
 
     @property
     def quantises(self) -> bool:
-        """False: rows are multiplied in the model dtype."""
+        """False, because rows are multiplied in the model dtype."""
         return False
 
 
@@ -122,9 +119,9 @@ ExpertWeights: TypeAlias = DenseExperts | PackedExperts
 
 
 def _matrices(weights: ExpertWeights, like: Tensor) -> DenseExperts:
-    """Return the matrices in a dtype that products take; 4-bit ones are unpacked.
+    """Return the matrices in a dtype that products support; 4-bit matrices are unpacked.
 
-    The memory is overwritten by the next call that unpacks.
+    The next call that unpacks overwrites the memory.
     """
     if isinstance(weights, DenseExperts):
         return weights
@@ -159,8 +156,8 @@ def weighted_terms(
         w2: [E, D, I].
         routing: the rows' experts.
         is_weighted: whether products are multiplied by the rows' weights.
-        early: `gated_products` ran right before this, and no kernel of a step writes w2: w2 and the
-            routing may be read while it ends.
+        early: whether w2 and the routing may be read before the previous kernel ends. This requires
+            that `gated_products` ran directly before, and that no kernel of a step writes w2.
     """
     (matrices, scales), (weights, slots, ends) = w2, routing
     rows = _rows_for(w2, inner)
@@ -176,7 +173,7 @@ def weighted_terms(
 
 
 def _rows_for(matrices: DenseExperts, x: Tensor) -> Tensor | QuantisedRows:
-    """Return the rows x in the dtype of the matrices' products."""
+    """Return the rows x in the dtype in which the matrices are multiplied."""
     if not matrices.quantises:
         return x
     values = torch.empty(x.shape, dtype=fused_ops.FP8, device=x.device)
@@ -186,7 +183,7 @@ def _rows_for(matrices: DenseExperts, x: Tensor) -> Tensor | QuantisedRows:
 
 
 def _widened(rows: Tensor | QuantisedRows, like: Tensor) -> Tensor:
-    """Convert quantised rows to the dtype of `like`, where no kernel takes fp8."""
+    """Convert quantised rows to the dtype of `like`, for kernels without fp8 support."""
     if not isinstance(rows, QuantisedRows):
         return rows
     return (rows.values.float() * rows.scales[:, None]).to(like.dtype)
@@ -206,8 +203,8 @@ def add_experts(
 ) -> None:
     """Add, in place, the sum of weight * expert(normed) over the chosen experts to x.
 
-    It is summed over the ranks where the experts' width is sharded. Launches depend on shapes
-    alone, so a captured CUDA graph holds for any routing.
+    If the experts' width is sharded, the result is summed over the ranks. Launches depend only on
+    shapes, so a captured CUDA graph is valid for any routing.
 
     Args:
         x: [R, D], model dtype.
@@ -218,14 +215,15 @@ def add_experts(
         scratch: memory for this rank's part of a sum over several ranks.
         addend: [R, D], model dtype, contiguous: this rank's part of an addend of that sum.
         in_fp32: whether terms are weighted by fp32 weights, added in fp32, and rounded once.
-        has_shared: whether the addend is the last term, of a shared expert.
+        has_shared: whether the addend is the last term, from a shared expert.
     """
     weights = routing.weights
     inner = gated_products(normed, _matrices(w1, x), routing)
     is_constant = isinstance(w2, DenseExperts)
     second = _matrices(w2, x)
     terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_constant)
-    del inner  # before the sum allocates its own
+    # It is freed before the sum allocates memory.
+    del inner
     if has_shared:
         terms, addend, weights = terms[:, :-1], terms[:, -1], weights[:, :-1]
     late_weights = weights if in_fp32 else None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 weights (e4m3) with a scale a channel, times rows of fp8 with a scale each.
+"""fp8 weights (e4m3) with one scale per channel, times fp8 rows with one scale each.
 
-Rows are quantised in the kernel that makes them (norm, silu(gate) * up), or in a separate one where
-that is not ours (attention). Few rows go through our own kernel, which applies the scales to sums;
-more through PyTorch's. A product that our kernel reads next is left without scales, which that
-kernel applies.
+Rows are quantised in the kernel that computes them (norm, silu(gate) * up), or in a separate
+kernel if that kernel is not ours (attention). Few rows are multiplied by our own kernel, which
+applies the scales to the sums, more rows by PyTorch's. If one of our kernels reads the product
+next, the product is stored without scales, and that kernel applies them.
 
-Off the GPU these numbers are multiplied in fp32.
+On a CPU, the numbers are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # of both sizes of a matrix, on a GPU
+_ALIGNMENT = 16  # divisor of both sizes of a matrix on a GPU
 
 
 def quantise_weight(part: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -71,9 +71,9 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
     """Stores fp8 weights in upstream's linear layers, for `Fp8Projection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make `weight` [N, K] fp8 and `weight_scale` [N].
+        """Register `weight` [N, K] fp8 and `weight_scale` [N].
 
-        Where rows do not have scales of their own, also `input_scale` [1].
+        If rows do not have their own scales, `input_scale` [1] is registered, too.
         """
         loader, num_rows = matrix.loader, matrix.num_rows
         values = torch.empty(num_rows, matrix.depth, dtype=FP8)
@@ -84,7 +84,7 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
             )
         scales = torch.ones(num_rows, dtype=torch.float32)
 
-        tensors: Any = layer  # its tensors, wherever they lie when a part comes
+        tensors: Any = layer  # its tensors may move before a part arrives
 
         def put_values(rows: slice, part: Tensor) -> None:
             stored = tensors.weight.data[rows]
@@ -115,7 +115,7 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
             layer.register_parameter("weight_scale", scale)
         if self._scheme.has_input_scale:
 
-            def put_largest(rows: slice, part: Tensor) -> None:  # of those that share rows
+            def put_largest(rows: slice, part: Tensor) -> None:  # over matrices that share rows
                 fixed = largest.data
                 if largest.should_reset:
                     largest.should_reset = False
@@ -132,10 +132,10 @@ class Fp8Method(StreamedMethod[Fp8Scheme]):
 
 
 class Fp8HeadMethod(Fp8Method):
-    """Stores an output head in fp8; a rank has some of its rows, and padding."""
+    """Stores an output head in fp8; a rank has a part of its rows, and padding."""
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
-        """Create the parameters; called by upstream's layer."""
+        """Create the parameters; upstream's layer calls it."""
         shard = layer.shard_indices
 
         def load(parameter: StreamedParameter, tensor: Tensor) -> None:
@@ -151,12 +151,12 @@ class Fp8HeadMethod(Fp8Method):
 
 
 class Fp8Projection(Projection):
-    """Projection with an fp8 matrix; see the module."""
+    """Projection with an fp8 matrix; see the module's documentation."""
 
     can_slice = True
     quantises = True
     weight_bytes = 1.0
-    speed = 1.75  # on an H200, with the rows' quantisation
+    speed = 1.75  # measured on an H200, including the quantisation of rows
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
@@ -177,7 +177,8 @@ class Fp8Projection(Projection):
         if use is ProjectionKind.GATED:
             most_rows = matrix.most_stored_rows(partial(dispatch.fp8_tiling, gated=True))
             gate_up = stages.gate_up(matrix.dtype, matrix.columns)
-            product = stages.gate_up(matrix.dtype, matrix.columns // 2)  # before it becomes fp8
+            # before it is converted to fp8
+            product = stages.gate_up(matrix.dtype, matrix.columns // 2)
             return Workspace((gate_up,), most_rows, (product,))
         if use is ProjectionKind.ADD_TO:
             return Workspace((stages.projected(matrix.dtype, matrix.columns),))
@@ -220,7 +221,9 @@ class Fp8Projection(Projection):
     def gated(
         self, x: Tensor | QuantisedRows, out: Tensor | QuantisedRows, scratch: Buffers
     ) -> None:
-        """Run one kernel, and one more to quantise; without a tiling store the product."""
+        """Run one kernel, and one more to quantise; without a tiling, store the product in
+        between.
+        """
         x = self._quantised(x, scratch)
         num_rows, num_columns = len(x.values), len(self._weight)
         tiling = None if self._bias is not None else self._tiling(num_rows, is_gated=True)
@@ -286,11 +289,11 @@ class Fp8Projection(Projection):
             fused_linear_fp8(h, weight, self._scales, x, bias=bias, epilogue=epilogue)
 
     def _part(self, features: slice) -> tuple[Tensor, Tensor | None]:
-        """Return columns of the weight, and the bias if these begin with its first."""
+        """Return columns of the weight, and the bias if the columns include the first."""
         return self._weight[:, features], None if features.start else self._bias
 
     def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
-        """Whether cuBLAS adds a product to x itself, without a pass over memory after it."""
+        """Return whether cuBLAS adds a product to x itself, without a separate pass over memory."""
         return dispatch.adds_fp8(len(x)) and has_add_linear_fp8(h, weight, self._scales, x)
 
     def _quantised(self, x: Tensor | QuantisedRows, scratch: Buffers) -> QuantisedRows:
@@ -305,7 +308,7 @@ class Fp8Projection(Projection):
 
     @staticmethod
     def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
-        """Return the tiling of our kernel; None where PyTorch's product is to be used."""
+        """Return the tiling of our kernel, or None to use PyTorch's product."""
         card = dispatch.card_of(weight.device)
         return dispatch.fp8_tiling(num_rows, *weight.shape, gated=is_gated, card=card)
 
@@ -324,7 +327,7 @@ class Fp8Projection(Projection):
         )
 
     def _multiply(self, x: QuantisedRows, weight: Tensor, out: Tensor) -> None:
-        """Multiply the stored numbers, without scales: bf16 has enough range."""
+        """Multiply the stored numbers without scales; bf16 has enough range for the result."""
         torch._scaled_mm(
             x.values,
             weight.t(),

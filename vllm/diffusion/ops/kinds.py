@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.quantisation import Scheme
     from vllm.diffusion.ops.projection import ParallelLayer
 
-# How upstream's method says that a weight is stored; any other is upstream's to multiply by.
+# Projection by upstream's method, which determines how a weight is stored. All other methods
+# multiply themselves.
 _KIND_OF_METHOD: dict[type, type[Projection]] = {
     UnquantizedLinearMethod: PlainProjection,
     UnquantizedEmbeddingMethod: PlainProjection,
@@ -53,7 +54,7 @@ _FP8_CAPABILITY = (8, 9)
 
 
 class SchemeConfig(QuantizationConfig):
-    """Quantisation config of one of our schemes: all linear layers follow it but those ignored."""
+    """Quantisation config of one of our schemes, for all linear layers except ignored ones."""
 
     def __init__(self, scheme: Scheme, *, has_fp8_head: bool = False) -> None:
         super().__init__()
@@ -83,11 +84,11 @@ class SchemeConfig(QuantizationConfig):
         return cls(scheme)
 
     def use_names(self, name_of: Callable[[str], str]) -> None:
-        """Set the function that gives the checkpoint's name of a module, used by `ignores`."""
+        """Set the function that returns the checkpoint's name of a module, for `ignores`."""
         self._name_of = name_of
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return a layer's method; None for an embedding, and for a head kept plain."""
+        """Return a layer's method; None for an embedding, and for an unquantised head."""
         if not isinstance(layer, LinearBase):
             is_fp8 = self.has_fp8_head and isinstance(layer, ParallelLMHead)
             return Fp8HeadMethod(Fp8Scheme(is_online=True)) if is_fp8 else None
@@ -105,10 +106,11 @@ class SchemeConfig(QuantizationConfig):
         return OrderedMethod(scheme) if scheme.has_order else PackedCheckpointMethod(scheme)
 
     def ignores(self, path: str) -> bool:
-        """Whether a module of the model stays plain; of a fused one, whether all parts do.
+        """Return whether a module is not quantised; for a fused module, whether none of its parts
+        is.
 
         Raises:
-            ServerConfigError: some parts do, and others do not.
+            ServerConfigError: only some of the parts are quantised.
         """
         if self._lists(path):
             return True
@@ -127,7 +129,7 @@ class SchemeConfig(QuantizationConfig):
 
 
 def _is_meant(entry: str, path: str) -> bool:
-    """Whether an entry of the ignore list matches a module: by path, its end, or a pattern."""
+    """Return whether an entry of the ignore list matches a module by path, suffix or pattern."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), path) is not None
     pattern = re.escape(entry).replace(re.escape("*"), ".*")
@@ -135,14 +137,14 @@ def _is_meant(entry: str, path: str) -> bool:
 
 
 def use_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
-    """Let our methods run a quantisation of our schemes, before upstream's are asked.
+    """Configure upstream to use our methods for our quantisation schemes.
 
     Args:
         vllm_config: configuration of the engine.
         has_fp8_head: whether the output head is quantised, too.
 
     Raises:
-        ServerConfigError: the device, the dtype or the model cannot run it.
+        ServerConfigError: the device, the dtype or the model does not support it.
     """
     model = vllm_config.model_config
     scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
@@ -167,9 +169,10 @@ def use_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
 
 
 def _check_upstreams(name: str | None) -> None:
-    """Refuse a method of upstream's whose kernels are missing; registered ones may run."""
+    """Refuse a method of upstream whose kernels are missing; registered methods are accepted."""
     is_there = getattr(current_platform, "has_compiled_kernels", True)
-    is_there = is_there or name == "torchao"  # whose kernels are another package's
+    # Another package contains its kernels.
+    is_there = is_there or name == "torchao"
     if name in get_args(QuantizationMethods) and not is_there:
         raise ServerConfigError(
             f"quantization: given {name}, which needs kernels of vLLM's that are not here; wanted "
@@ -188,18 +191,18 @@ def _check_head(scheme: Scheme | None, *, is_tied: bool) -> None:
 
 
 def projection_of(layer: ParallelLayer) -> Projection:
-    """Make the projection over a layer's weight, once that is loaded and processed."""
+    """Return the projection for a layer's weight, after the weight is loaded and processed."""
     return kind_of(layer)(layer)
 
 
 def kind_of(layer: ParallelLayer) -> type[Projection]:
-    """Return the class of a layer's projection, known before its weight is loaded."""
+    """Return the class of a layer's projection, which is known before its weight is loaded."""
     methods = type(layer.quant_method).__mro__
     return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
 
 
 def repacked_form(modules: Iterable[torch.nn.Module]) -> str | None:
-    """Return the form of a checkpoint whose tensors are repacked once loaded; None for others."""
+    """Return the format of a checkpoint whose tensors are repacked after loading, or None."""
     for module in modules:
         method = getattr(module, "quant_method", None)
         if isinstance(method, PackedCheckpointMethod | OrderedMethod | AwqMethod):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose parts are processed as they are read, and methods that make them.
+"""Parameters whose parts are processed as they are read, and methods that create them.
 
-Upstream's layers determine which part of a parameter a tensor of the checkpoint is; here that part,
-cut to this rank, is passed to a function. So a weight can be quantised tensor by tensor, and is
-nowhere held as a whole.
+Upstream's layers determine to which part of a parameter a tensor of the checkpoint belongs. Here
+that part, reduced to this rank, is passed to a function. So a weight can be quantised tensor by
+tensor, and the unquantised weight never exists as a whole.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 S = TypeVar("S")  # the scheme of a method
-# Of a weight that is being quantised: some words of 32 bits each are in use then.
+# Numbers of a weight that are quantised at a time; meanwhile each uses some words of 32 bits.
 NUMBERS_AT_ONCE = 1 << 22
 
 
 def wide_rows(part: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a matrix [N, K] some rows at a time, as [some, K] fp32 on a device."""
+    """Yield a matrix [N, K] in groups of rows [some, K], as fp32 on a device."""
     step = max(1, NUMBERS_AT_ONCE // part.shape[1])
     for start in range(0, len(part), step):
         rows = slice(start, start + step)
@@ -35,25 +35,25 @@ def wide_rows(part: Tensor, device: torch.device) -> Iterator[tuple[slice, Tenso
 
 
 class TakePart(Protocol):
-    """Function that takes a part of a parameter."""
+    """Function that receives a part of a parameter."""
 
     def __call__(self, rows: slice, part: Tensor) -> None:
-        """Take the part of these rows; a single number is for all of them."""
+        """Process the part for these rows; a single number is for all of them."""
 
 
 class StreamedParameter(BasevLLMParameter):
-    """Parameter [rows, ...] of a linear layer, whose parts go to `take_part`.
+    """Parameter [rows, ...] of a linear layer, whose parts are passed to `take_part`.
 
     Args:
         data: the parameter.
         loader: upstream's weight loader of the layer.
-        take_part: takes the parts.
+        take_part: receives the parts.
         unit: rows of the layer's weight for each row of the parameter.
         is_per_column: whether the second dimension is that of the features, which may be sharded.
-        num_weights: elements of the matrix that it stores; 0 for scales and the like.
+        num_weights: elements of the matrix that it stores; 0 for scales and similar parameters.
     """
 
-    should_reset = True  # a running maximum starts again with the next weights
+    should_reset = True  # a running maximum is reset before new weights
     output_dim = 0
     input_dim = 1
 
@@ -75,7 +75,7 @@ class StreamedParameter(BasevLLMParameter):
 
     def _loader(self, loader: Any) -> Any:
         def load(parameter: StreamedParameter, tensor: Tensor, *shard: Any) -> None:
-            if tensor.numel() == 1 and not shard:  # of the whole matrix
+            if tensor.numel() == 1 and not shard:  # one number for the whole matrix
                 self.take_part(slice(0, len(self.data)), tensor.reshape(1))
             else:
                 loader(parameter, tensor, *shard)
@@ -87,11 +87,11 @@ class StreamedParameter(BasevLLMParameter):
         self._put_rows(0, len(self.data), self.tp_rank, loaded_weight)
 
     def load_merged_column_weight(self, loaded_weight: Tensor, **place: Any) -> None:
-        """Load one of several matrices side by side."""
+        """Load one of several matrices that are stored side by side."""
         self._put_rows(*self._rows(place), self.tp_rank, loaded_weight)
 
     def load_qkv_weight(self, loaded_weight: Tensor, **place: Any) -> None:
-        """Load queries, keys or values, whose heads ranks may share."""
+        """Load queries, keys or values, whose heads several ranks may share."""
         rank = self.tp_rank if place["shard_id"] == "q" else self.tp_rank // place["num_heads"]
         self._put_rows(*self._rows(place), rank, loaded_weight)
 
@@ -116,7 +116,7 @@ class RankMatrix(NamedTuple):
 
     Attributes:
         num_rows, depth: sizes of the rank's part.
-        full_depth: depth of all ranks together.
+        full_depth: depth over all ranks.
         dtype: dtype of the model.
         loader: upstream's weight loader of the layer.
     """
@@ -131,7 +131,7 @@ class RankMatrix(NamedTuple):
 class StreamedMethod(LinearMethodBase, Generic[S]):
     """Stores weights of one of our schemes in upstream's linear layers.
 
-    The projection of the scheme multiplies by them.
+    The projection of the scheme multiplies by these weights.
     """
 
     def __init__(self, scheme: S) -> None:
@@ -139,7 +139,7 @@ class StreamedMethod(LinearMethodBase, Generic[S]):
 
     @property
     def scheme(self) -> S:
-        """How weights are stored."""
+        """The quantisation scheme of the weights."""
         return self._scheme
 
     def create_weights(
@@ -152,15 +152,15 @@ class StreamedMethod(LinearMethodBase, Generic[S]):
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """Create the parameters; called by upstream's layer."""
+        """Create the parameters; upstream's layer calls it."""
         num_rows, loader = sum(output_partition_sizes), attributes["weight_loader"]
         matrix = RankMatrix(num_rows, input_size_per_partition, input_size, params_dtype, loader)
         self.make_parameters(layer, matrix)
 
     @abstractmethod
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Give a layer the parameters of its weight."""
+        """Register the parameters of a layer's weight."""
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Refuse to multiply as upstream's layers would, since no stage does so."""
+        """Refuse to multiply; no stage multiplies with upstream's layers."""
         raise NotImplementedError("quantised weights are multiplied by their projections")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of tokens that are named, over one or several ranks."""
+"""Log probabilities of named tokens, over one or several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_logprobs(
         logits: [R, C] logits of this rank's columns.
         token_ids: ids below `vocab_size`.
         first_column: token id of the first column.
-        vocab_size: columns of all ranks; only 2 + k numbers a row cross the ranks.
+        vocab_size: columns of all ranks; only 2 + k numbers per row are exchanged.
     """
     kept, named_logits = logits.double(), _own(logits, token_ids, first_column, vocab_size)
     if logits.shape[1] == vocab_size:
@@ -40,14 +40,14 @@ def logprobs_and_entropies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log probabilities of tokens and the entropies of their rows, in nats.
 
-    They have the precision of fp32 sums; the logits are read once, and not copied.
+    They have the precision of fp32 sums. The logits are read once and not copied.
 
     Args:
         logits: [R, C] noise-free logits of this rank's columns.
-        token_ids: [R, k] int64, ids below `vocab_size`; none that is forbidden.
-        rows: forbidden and excluded columns have no probability; neither noise nor filters.
+        token_ids: [R, k] int64, ids below `vocab_size`; none is forbidden.
+        rows: forbidden and excluded columns, which have no probability; no noise or filters.
         first_column: token id of the first column.
-        vocab_size: columns of all ranks; only 8 + k numbers a row cross the ranks.
+        vocab_size: columns of all ranks; only 8 + k numbers per row are exchanged.
 
     Returns:
         [R, k] and [R], float64.
@@ -60,7 +60,7 @@ def logprobs_and_entropies(
     maximum, total, weighted = (records[..., f] for f in (MAXIMUM, SUM_EXP, WEIGHTED))
     shares = maximum + total.log()
     whole = shares.logsumexp(dim=0)
-    # What a rank without a finite logit has is no number: its share is none.
+    # The mean of a rank without a finite logit is NaN, and its share is zero.
     means = (maximum + weighted / total) * (shares - whole).exp()
     entropies = whole - means.masked_fill(total == 0, 0.0).sum(dim=0)
     return named_logits - whole[:, None], entropies
@@ -69,7 +69,7 @@ def logprobs_and_entropies(
 def _own(
     logits: torch.Tensor, token_ids: torch.Tensor, first_column: int, vocab_size: int
 ) -> torch.Tensor:
-    """Return the logits [R, k] float64 of tokens, -inf for those of other ranks' columns."""
+    """Return the logits [R, k] float64 of tokens, with -inf for tokens in other ranks' columns."""
     if logits.shape[1] == vocab_size:
         return logits.gather(1, token_ids).double()
     columns, last = token_ids - first_column, logits.shape[1] - 1

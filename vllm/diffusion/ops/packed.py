@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights in groups along the depth, times rows in the model dtype.
 
-Up to some thousand rows are multiplied by our own kernel, which reads the numbers as they are
-stored. For more, a matrix is unpacked slice by slice of its columns into scratch memory that all
-layers share, which is allocated with the weights and so counted with them. A slice is then
-multiplied as a plain matrix is: gate and up, where their tiles fill the card, by the kernel that
-also computes silu(gate) * up, of some columns of both; all others by cuBLAS.
+Up to several thousand rows, our own kernel multiplies by the packed numbers directly. For more
+rows, the columns of a matrix are unpacked slice by slice into scratch memory that all layers
+share. This memory is allocated, and so counted, with the weights. A slice is then multiplied like
+a plain matrix: by cuBLAS, or, if it contains gate and up and their tiles fill the GPU, by the
+kernel that also computes silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
-_UNPACKED = 36 << 20  # numbers unpacked at a time on a GPU, but for matrices of great depth
+# Numbers that are unpacked at a time on a GPU, except for matrices of great depth.
+_UNPACKED = 36 << 20
 _MIN_COLUMNS = 256
 _SMALLEST_GROUP = 8
 
@@ -62,17 +63,17 @@ NF4 = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# Which of them the number q stands for: as the kernel looks them up (`look_up_table`).
+# Entry of NF4 for each code q, in the order of the kernel's table (`look_up_table`).
 NF4_ORDER = (0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14)
 
 _scratch: dict[torch.device, Tensor] = {}
 
 
 def group_of(depth: int, largest: int) -> int:
-    """Return the largest group, at most `largest`, a power of two, that divides the depth.
+    """Return the largest power-of-two group, at most `largest`, that divides the depth.
 
     Raises:
-        ServerConfigError: it would be too small to be worth its scale.
+        ServerConfigError: the group would be too small to be worth its scale.
     """
     group = largest
     while depth % group:
@@ -89,7 +90,7 @@ def empty_packed(num_rows: int, depth: int, scheme: PackedScheme) -> Packed:
     """Allocate a matrix of a scheme.
 
     Raises:
-        ServerConfigError: its depth cannot be cut into groups, or not into those of a checkpoint.
+        ServerConfigError: its depth cannot be divided into groups, or not into the checkpoint's.
     """
     group, is_int = group_of(depth, scheme.group), scheme.name == "int4"
     if scheme.layout is not None and group != scheme.group:
@@ -107,7 +108,7 @@ def empty_packed(num_rows: int, depth: int, scheme: PackedScheme) -> Packed:
 
 
 def quantise_packed(part: Tensor, packed: Packed) -> None:
-    """Quantise rows of a matrix, each group with the parameters that lose least.
+    """Quantise rows of a matrix, each group with the parameters that have the least error.
 
     Args:
         part: [N, K], any float dtype, on any device.
@@ -127,7 +128,9 @@ def quantise_packed(part: Tensor, packed: Packed) -> None:
 
 
 def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest table entries, and scales: the largest magnitudes."""
+    """Return the codes of the nearest table entries, and the scales, which are the largest
+    magnitudes.
+    """
     scales = groups.abs().amax(dim=2)
     unit = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
     ascending, numbers = table.sort()
@@ -138,8 +141,9 @@ def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and zero points of groups [N, groups, G] with least squared error.
 
-    Of six candidates, two are symmetric around 8, and a third spans least to largest; the others
-    are these with a tenth smaller scale, which clips the ends and resolves the middle better.
+    Each group has six candidates. Two are symmetric around 8, and a third spans the smallest to
+    the largest number. The others are these three with a scale that is a tenth smaller, which
+    clips the ends and has a better resolution in the middle.
     """
     low, largest = groups.amin(dim=2), groups.amax(dim=2)
     magnitude = torch.maximum(-low, largest)
@@ -174,11 +178,13 @@ class PackedMethod(StreamedMethod[PackedScheme]):
     """Stores 4-bit weights in upstream's linear layers, for `PackedProjection`."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make `weight` [N, K / 2], `weight_scale` [N, K / G] and `weight_zero`, or `table`."""
+        """Register `weight` [N, K / 2], `weight_scale` [N, K / G], and `weight_zero` or `table`."""
         num_rows, depth = matrix.num_rows, matrix.depth
         packed = empty_packed(num_rows, depth, self._scheme)
 
-        def take(rows: slice, part: Tensor) -> None:  # wherever the layer's tensors lie then
+        # The function uses the layer's current tensors, which may have moved before a part
+        # arrives.
+        def take(rows: slice, part: Tensor) -> None:
             tensors: Any = layer
             stored = Packed(
                 tensors.weight.data, tensors.weight_scale, tensors.weight_zero, tensors.table
@@ -199,11 +205,11 @@ class PackedMethod(StreamedMethod[PackedScheme]):
 
 
 class PackedProjection(Projection):
-    """Projection with a matrix of 4-bit numbers; see the module."""
+    """Projection with a matrix of 4-bit numbers; see the module's documentation."""
 
     can_slice = True
     weight_bytes = 0.53
-    speed = 0.9  # on an H200, with unpacking
+    speed = 0.9  # measured on an H200, including unpacking
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
@@ -242,7 +248,8 @@ class PackedProjection(Projection):
                 fused_linear(x, weight, out[:, part], tiling=tiling, epilogue=Epilogue.SILU_MUL)
             return
         gate_up = stages.gate_up(x.dtype, self._packed.shape[0]).take(scratch, len(x))
-        PackedProjection.project(self, x, gate_up, scratch)  # of x as it is, in a subclass too
+        # x is multiplied unchanged, also in a subclass that reorders its columns.
+        PackedProjection.project(self, x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
@@ -265,7 +272,7 @@ class PackedProjection(Projection):
             x.add_(self._bias)
 
     def _multiply_packed(self, x: Tensor, out: Tensor, columns: slice, epilogue: Epilogue) -> bool:
-        """Run our own kernel where it is the faster one; return whether it ran."""
+        """Run our own kernel if it is faster; return whether it ran."""
         some = self._packed.rows(columns)
         card = dispatch.card_of(x.device)
         tiling = dispatch.packed_tiling(len(x), *some.shape, some.group, card=card)
@@ -286,13 +293,13 @@ class PackedProjection(Projection):
         return True
 
     def _slices(self, x: Tensor, columns: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of some columns, counted from the first of these, each unpacked."""
+        """Yield slices of some columns, counted from the first of them, each unpacked."""
         packed = self._packed.rows(columns)
         for part in _slices_of(x, packed.shape[0], self._packed, dispatch.UNPACKED):
             yield part, unpacked((packed.rows(part),), x.dtype)
 
     def _gated_slices(self, x: Tensor, tiling: Tiling) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of columns of silu(gate) * up, with their gates and ups unpacked."""
+        """Yield slices of columns of silu(gate) * up, with their gate and up matrices unpacked."""
         num_columns = self._packed.shape[0]
         for both in _slices_of(x, num_columns, self._packed, tiling):
             gate = slice(both.start // 2, both.stop // 2)
@@ -300,7 +307,9 @@ class PackedProjection(Projection):
             yield gate, unpacked((self._packed.rows(gate), self._packed.rows(up)), x.dtype)
 
     def _gated_tiling(self, x: Tensor, out: Tensor) -> Tiling | None:
-        """Tiling with which one kernel multiplies slices of gate and up; None for none."""
+        """Return the tiling with which one kernel multiplies slices of gate and up, if there is
+        one.
+        """
         if self._bias is not None or not has_fused_linear(x, out):
             return None
         card = dispatch.card_of(x.device)
@@ -308,7 +317,7 @@ class PackedProjection(Projection):
 
 
 def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> Iterator[slice]:
-    """Yield `num_columns` columns slice by slice, as far as there is room to unpack them."""
+    """Yield `num_columns` columns in slices for which there is room to unpack them."""
     depth = packed.shape[1]
     step = dispatch.slice_columns(
         *(len(x), num_columns, depth, _most_columns(depth), tiling),
@@ -319,7 +328,7 @@ def _slices_of(x: Tensor, num_columns: int, packed: Packed, tiling: Tiling) -> I
 
 
 def _most_columns(depth: int) -> int:
-    """Number of columns that are unpacked at a time."""
+    """Return the number of columns that are unpacked at a time."""
     return max(_UNPACKED // depth, _MIN_COLUMNS)
 
 
@@ -338,10 +347,10 @@ def reserve(device: torch.device, count: int, dtype: torch.dtype) -> None:
 
 
 def unpacked(parts: Sequence[Packed], dtype: torch.dtype) -> Tensor:
-    """Unpack matrices of one depth, one below the other.
+    """Unpack matrices of equal depth into one matrix, one below the other.
 
-    On a GPU the result lies in memory that all layers share, which must have been reserved; the
-    next call overwrites it.
+    On a GPU the result is in memory that all layers share, which must have been reserved. The next
+    call overwrites it.
     """
     depth, device = parts[0].shape[1], parts[0].values.device
     rows = [0, *accumulate(part.shape[0] for part in parts)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights of checkpoints, converted to our packing once a layer is loaded.
+"""4-bit weights of checkpoints, converted to our packing after a layer is loaded.
 
 GPTQ (Frantar et al. 2022, arXiv:2210.17323): `qweight` int32 [K / 8, N], `qzeros` int32 [groups, N
-/ 8], `scales` [groups, N] and `g_idx` int32 [K], the group of each column. Where columns were
-quantised in the order of their importance (desc_act), a group's columns are not neighbours: then
-the columns are stored group by group here, and rows are put into that order before a product.
+/ 8], `scales` [groups, N] and `g_idx` int32 [K], the group of each column. If columns were
+quantised in the order of their importance (desc_act), the columns of a group are not adjacent.
+Then the columns are stored group by group here, and rows are put into that order before a product.
 
 AWQ (Lin et al. 2023, arXiv:2306.00978): `qweight` int32 [K, N / 8], `qzeros` int32 [groups, N / 8]
 and `scales` [groups, N]; the columns of a word are in the order `_AWQ`.
@@ -12,7 +12,7 @@ and `scales` [groups, N]; the columns of a word are in the order `_AWQ`.
 compressed-tensors ("pack-quantized"): `weight_packed` int32 [N, K / 8], `weight_scale` [N, groups]
 and `weight_shape`; the zero point is 8.
 
-Eight numbers lie in 32 bits, the first in the lowest.
+Each 32-bit word contains eight numbers, the first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _IN_WORD = 8
 _ONES = 0x11111111  # a word of eight ones
-_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its columns
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the columns in a word
 
 
 def numbers_in(words: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
     """Loads a checkpoint's 4-bit weights in upstream's linear layers."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make a parameter for each tensor, and buffers for the converted weight."""
+        """Register a parameter for each tensor, and buffers for the converted weight."""
         scheme, num_rows, depth = self._scheme, matrix.num_rows, matrix.depth
         input_size = matrix.full_depth
         group = scheme.group if scheme.group > 0 else input_size
@@ -96,7 +96,8 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
             return
 
         def load_zeros(param: Any, tensor: Tensor, *shard: Any) -> None:
-            # Off whole words is how writers take it: a zero borrows from the next number.
+            # The offset is added to whole words, as writers subtract it: a zero borrows from the
+            # next number.
             loader(param, numbers_in(tensor + self._scheme.zero_offset * _ONES).t(), *shard)
 
         def take_zeros(rows: slice, part: Tensor) -> None:
@@ -111,7 +112,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
         layer.register_parameter("g_idx", order)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the numbers our way, in groups of neighbours."""
+        """Convert the numbers to our packing, in groups of adjacent columns."""
         is_gptq = self._scheme.layout == "gptq"
         words: Tensor = (layer.qweight if is_gptq else layer.weight_packed).data
         numbers, depth = numbers_in(words), words.shape[1] * _IN_WORD
@@ -124,10 +125,10 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
         layer.register_buffer("order", order, persistent=False)
 
     def _order(self, layer: Any, depth: int, num_groups: int) -> Tensor | None:
-        """Return the columns group by group; None where they lie so already.
+        """Return the order of the columns group by group, or None if they already have this order.
 
         Raises:
-            CheckpointError: groups are of several sizes, or unexpectedly no neighbours.
+            CheckpointError: groups have different sizes, or unexpectedly are not adjacent.
         """
         places = layer.g_idx.data.long()
         neighbours = torch.arange(num_groups, device=places.device)
@@ -143,10 +144,10 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
 
 @register_weight_loader_v2_supported_method
 class AwqMethod(StreamedMethod[PackedScheme]):
-    """Loads AWQ's 4-bit weights, which are packed as they are read."""
+    """Loads AWQ's 4-bit weights, which are packed while they are read."""
 
     def make_parameters(self, layer: torch.nn.Module, matrix: RankMatrix) -> None:
-        """Make a parameter for each tensor."""
+        """Register a parameter for each tensor."""
         num_rows, depth = matrix.num_rows, matrix.depth
         group = self._scheme.group if self._scheme.group > 0 else matrix.full_depth
         _check_groups(depth, group)
@@ -172,7 +173,7 @@ class AwqMethod(StreamedMethod[PackedScheme]):
         reserve_unpacked(values.device, num_rows, depth, matrix.dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Rename the tensors to our names."""
+        """Replace the checkpoint's tensors by tensors with our names."""
         _finish(layer, layer.qweight.data, layer.scales.data, layer.qzeros.data)
 
 
@@ -190,7 +191,7 @@ def _check_groups(depth: int, group: int) -> None:
 
 
 def _finish(layer: Any, values: Tensor, scales: Tensor, zeros: Tensor) -> None:
-    """Replace a checkpoint's parameters by ours, in groups that kernels take."""
+    """Replace a checkpoint's parameters by ours, with a group size that kernels support."""
     num_weights = 2 * values.numel()
     depth = 2 * values.shape[1]
     group = min(depth // scales.shape[1], group_of(depth, 128))
@@ -210,11 +211,11 @@ def _finish(layer: Any, values: Tensor, scales: Tensor, zeros: Tensor) -> None:
 
 @register_weight_loader_v2_supported_method
 class OrderedMethod(PackedCheckpointMethod):
-    """Loads GPTQ weights whose columns have an order of their own (desc_act)."""
+    """Loads GPTQ weights whose columns are ordered by importance (desc_act)."""
 
 
 class OrderedProjection(PackedProjection):
-    """Projection with a matrix whose groups are not neighbours: rows are reordered first."""
+    """Projection with a matrix whose groups are not adjacent: rows are reordered first."""
 
     can_slice = False
 
@@ -238,7 +239,8 @@ class OrderedProjection(PackedProjection):
         super().multiply(self._ordered(h, scratch), out, scratch, features)
 
     def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        in_place = self._adds_in_place  # else by `multiply`, which puts them into order
+        # Otherwise `multiply` reorders the rows.
+        in_place = self._adds_in_place
         super().add_to(x, self._ordered(h, scratch) if in_place else h, scratch, features)
 
     def _ordered(self, x: Tensor, scratch: Buffers) -> Tensor:
@@ -250,7 +252,7 @@ def _load_order(param: Any, tensor: Tensor, *_shard: Any) -> None:
     """Load the order of the columns, which all parts of a matrix must share.
 
     Raises:
-        CheckpointError: the parts have several orders.
+        CheckpointError: the parts have different orders.
     """
     known = param.data
     if known[0] >= 0 and not torch.equal(known, tensor.to(known)):
@@ -259,8 +261,8 @@ def _load_order(param: Any, tensor: Tensor, *_shard: Any) -> None:
 
 
 def _ignore(rows: slice, part: Tensor) -> None:
-    """Do nothing, as these tensors do not come in parts."""
+    """Do nothing, because these tensors are not loaded in parts."""
 
 
 def _ignore_tensor(*_: Any) -> None:
-    """Do nothing, as the shape of the matrix is known."""
+    """Do nothing, because the shape of the matrix is known."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with the weights that upstream's parallel layers own: one object a weight.
+"""Products with the weights of upstream's parallel layers: one projection per weight.
 
-A projection is made once, when its weight is loaded and processed, and it alone knows how the
-weight is stored, which kernel multiplies by it, in which dtype it takes rows, and which scratch
-memory that takes. Another way to store weights is a class and a line in `kinds.py`; layers and
-plans need no change.
+A projection is created once, after its weight is loaded and processed. Only the projection depends
+on how the weight is stored, which kernel multiplies by it, in which dtype it reads rows, and how
+much scratch memory it requires. To support another storage of weights, add a class and a line in
+`kinds.py`; layers and plans need no change.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WEIGHTS_ARE_CONSTANT = True
 
 
 class ProjectionKind(Enum):
-    """Uses of a projection, by its methods' names."""
+    """Uses of a projection, by the names of its methods."""
 
     PROJECT = "project"
     GATED = "gated"
@@ -58,13 +58,13 @@ class ProjectionKind(Enum):
 
 
 class WeightSpec(NamedTuple):
-    """Facts about a weight [columns, depth] of one rank, before it is loaded.
+    """Facts about a weight [columns, depth] of one rank before it is loaded.
 
     Attributes:
-        columns, depth: columns of the product, and the size of the sum.
+        columns, depth: columns of the product, and number of terms of each sum.
         dtype: dtype of the rows that are multiplied, and of the product.
         has_bias: whether a bias is added.
-        device: device of the weight; without an index where the card may not be asked.
+        device: device of the weight; without an index if the GPU must not be queried.
         is_summed: whether the products of several ranks are summed.
     """
 
@@ -76,13 +76,14 @@ class WeightSpec(NamedTuple):
     is_summed: bool = False
 
     def most_stored_rows(self, tiling_of: Callable[..., Tiling | None]) -> int | None:
-        """Rows beyond which one kernel always serves `gated`; None where that is not known.
+        """Return the number of rows above which one kernel always runs `gated`; None if it is
+        unknown.
 
-        It serves where its tiles fill the card, as those of many rows do. This is looked up row by
-        row as far as partly filled tiles may still matter.
+        The kernel runs if its tiles fill the GPU, as they do with many rows. This is checked row
+        by row in the range in which partly filled tiles may still matter.
 
         Args:
-            tiling_of: function of that kernel's tiling, such as `dispatch.gated_tiling`.
+            tiling_of: function that returns that kernel's tiling, such as `dispatch.gated_tiling`.
         """
         is_served = self.dtype == torch.bfloat16 and not self.has_bias
         if not is_served or self.device.type != "cuda" or self.device.index is None:
@@ -99,7 +100,7 @@ class Workspace(NamedTuple):
 
     Attributes:
         buffers: buffers that it takes.
-        most_rows: rows above which it takes those of `beyond` instead; None for no limit.
+        most_rows: rows above which it takes the buffers `beyond` instead; None for no limit.
         beyond: the buffers for more rows.
     """
 
@@ -115,9 +116,10 @@ class Projection(ABC):
         layer: an upstream parallel layer (column or row parallel, or a head), loaded.
 
     Attributes:
-        can_slice: whether some columns, or features, cost less than all of them.
-        quantises: whether methods take quantised rows, and `gated` writes such.
-        weight_bytes: bytes of a stored number of W, with its part of the scales; None: as in a row.
+        can_slice: whether a part of the columns or features costs less than all of them.
+        quantises: whether methods take quantised rows, and `gated` writes quantised rows.
+        weight_bytes: bytes of a stored number of W, including its share of the scales; None: the
+            same as in a row.
         speed: rate of products of many rows relative to plain weights.
     """
 
@@ -129,20 +131,20 @@ class Projection(ABC):
     def __init__(self, layer: ParallelLayer) -> None:
         is_row_parallel = isinstance(layer, RowParallelLinear)
         self._is_summed = is_row_parallel and layer.tp_size > 1
-        # Of a row-parallel layer, whose products are summed, only rank 0 adds the bias.
+        # The products of a row-parallel layer are summed, so only rank 0 adds the bias.
         self._bias: Tensor | None = None if is_row_parallel and layer.tp_rank > 0 else layer.bias
-        self._ahead: Tensor | None = None  # what is read after this weight
+        self._ahead: Tensor | None = None  # start of the weight that is read after this one
 
     @property
     def stored(self) -> Tensor | None:
-        """The weight as it is stored, contiguous; None where upstream stores it."""
+        """The weight as it is stored, contiguous; None if upstream stores it."""
         return None
 
     def precedes(self, following: Projection) -> None:
-        """Note the projection whose weight is read after this one's, in every step.
+        """Set the projection whose weight is read after this one's in every step.
 
-        A kernel of few rows brings the start of that weight to the cache, in time that it would
-        otherwise spend idle.
+        A kernel of few rows prefetches the start of that weight into the cache while it would
+        otherwise be idle.
         """
         stored = following.stored
         if stored is not None and stored.is_cuda:
@@ -150,24 +152,24 @@ class Projection(ABC):
             self._ahead = flat[: dispatch.AHEAD_BYTES // flat.element_size()]
 
     def matrix(self, columns: slice) -> Tensor | None:
-        """Return rows of the weight if the product is with just these; else None."""
+        """Return rows of the weight if the product uses exactly these numbers; else None."""
         return None
 
     @classmethod
     @abstractmethod
     def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
-        """Return the scratch memory of a use on one rank, from shapes alone.
+        """Return the scratch memory of a use on one rank, which depends only on shapes.
 
-        Rows are those that `rows` returns.
+        Rows are in the form that `rows` returns.
         """
 
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Tensor | QuantisedRows:
-        """Take memory for rows to be multiplied, in the best dtype, uninitialised.
+        """Take uninitialised memory for rows to be multiplied, in the best dtype.
 
         Args:
             buffer: buffer of rows [depth], model dtype.
             num_rows: R.
-            scratch: memory for them.
+            scratch: source of the memory.
         """
         return buffer.take(scratch, num_rows)
 
@@ -179,7 +181,7 @@ class Projection(ABC):
             x: [R, depth], model dtype, or as returned by `rows`; also in the other methods.
             out: [R, columns] contiguous, the dtype of x; written.
             scratch: memory for the computation.
-            columns: columns of the product, that is rows of the weight.
+            columns: columns of the product, which are rows of the weight.
         """
 
     @abstractmethod
@@ -188,21 +190,21 @@ class Projection(ABC):
 
         Args:
             x: [R, depth], model dtype.
-            out: [R, columns / 2] contiguous, written; of `rows` of another projection where both
-                are of a kind that quantises.
+            out: [R, columns / 2] contiguous, written; from `rows` of another projection if both
+                projections quantise.
             scratch: memory for the computation.
         """
 
     @abstractmethod
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        """Write the product of some features.
+        """Write the product with some of the features.
 
         Args:
             h: [R, features], model dtype, or as returned by `rows`.
             out: [R, columns] contiguous, model dtype; written.
             scratch: memory for the computation.
-            features: of `depth`; fewer than all only where `can_slice`. The bias comes with the
-                first.
+            features: range of `depth`; a part of it requires `can_slice`. The bias is added with
+                the first feature.
         """
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
@@ -210,7 +212,7 @@ class Projection(ABC):
 
         Args:
             x: [R, columns], model dtype, contiguous; written.
-            h, scratch, features: as for `multiply`.
+            h, scratch, features: see `multiply`.
         """
         if not self._is_summed:
             product = stages.projected(x.dtype, x.shape[1]).take(scratch, len(x))
@@ -225,10 +227,11 @@ class Projection(ABC):
 
 
 class PlainProjection(Projection):
-    """Projection with an unquantised matrix, by our kernel for few rows where faster, else cuBLAS.
+    """Projection with an unquantised matrix, by our kernel for few rows if it is faster, else
+    cuBLAS.
 
-    On a GPU of its own a product without a bias is added to x in its epilogue: one rounding to the
-    model dtype instead of two, and a pass over x less.
+    On a single GPU, a product without a bias is added to x in its epilogue: this saves one
+    rounding to the model dtype and one pass over x.
     """
 
     can_slice = True
@@ -268,7 +271,7 @@ class PlainProjection(Projection):
             torch.mm(x, weight.t(), out=out)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        """Compute in one kernel where that is faster; it rounds where two kernels would."""
+        """Compute in one kernel if that is faster; it rounds at the same points as two kernels."""
         weight = self._weight
         tiling = None if self._bias is not None else _tiling(x, weight, gated=True)
         if tiling is not None:
@@ -311,7 +314,7 @@ def _rows_of(h: Any, rows: slice) -> Any:
 
 
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
-    """Tiling of `fused_linear` for this product; None where PyTorch's is to be used."""
+    """Return the tiling of `fused_linear` for this product, or None to use PyTorch's."""
     if not x.is_cuda or not has_fused_linear(x, weight):
         return None
     card = dispatch.card_of(x.device)
@@ -321,7 +324,7 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:
     """Write the embeddings of ids [T] to out [T, D], and return out.
 
-    Each row comes from the one rank that holds it.
+    Each row comes from the only rank that stores it.
     """
     if not isinstance(table.quant_method, UnquantizedEmbeddingMethod):
         return out.copy_(table(ids))

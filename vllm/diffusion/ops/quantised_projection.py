@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projection by upstream's methods of quantisation."""
+"""Projection by upstream's quantisation methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class QuantisedProjection(Projection):
-    """Projection by one of upstream's quantisation methods, which compute all columns."""
+    """Projection by one of upstream's quantisation methods, which always compute all columns."""
 
     can_slice = False
 
@@ -57,5 +57,5 @@ class QuantisedProjection(Projection):
 
 
 def _returned(dtype: torch.dtype, num_columns: int) -> Buffer:
-    """Product of a method of upstream's."""
+    """Product that a method of upstream allocates."""
     return Buffer("quantised product", (num_columns,), dtype, is_temporary=True)

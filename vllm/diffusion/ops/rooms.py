@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native rooms: which are built, and how to build the others."""
+"""Native packages: which are built, and the command that builds the others."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BUILD = (
 
 
 class Room(NamedTuple):
-    """A native room.
+    """A native package.
 
     Attributes:
-        name: name of its package.
+        name: name of the package.
         is_built: whether a GPU can run its kernels.
         remedy: the command that builds it.
     """
@@ -34,7 +34,7 @@ class Room(NamedTuple):
 
 
 def rooms() -> tuple[Room, ...]:
-    """Return all native rooms, as they are now."""
+    """Return all native packages and their current state."""
     return (
         Room("flash_sample", flash_sample.is_built()),
         Room("fused_ops", fused_ops.is_built()),

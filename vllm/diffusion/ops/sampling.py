@@ -13,7 +13,8 @@ from vllm.diffusion.ops.collectives import tensor_parallel
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
-# What leaving out the epsilon may change an entropy by, in nats: what fp32 sums are good to.
+# Change of an entropy in nats that the epsilon may cause without being computed; it is the
+# accuracy of fp32 sums.
 _NEGLIGIBLE_NATS = 2e-5
 
 
@@ -26,9 +27,9 @@ def philox_uniform(
 ) -> torch.Tensor:
     """Return uniform numbers [R, len(columns)] float64 in (0, 1) for `positions` [R] int64.
 
-    They come from the counter-based generator Philox4x32-10 (Salmon et al., SC 2011). A number is a
-    function of its five arguments alone, so it does not depend on batch neighbours, chunks, device
-    or rank. Positions are relative to the canvas. Seed and step may be int64 [R], for rows of
+    The counter-based generator Philox4x32-10 (Salmon et al., SC 2011) computes them. A number is a
+    function of its five arguments only, so it does not depend on the batch, chunks, device or
+    rank. Positions are relative to the canvas. Seed and step may be int64 [R], for rows of
     different requests.
     """
     return flash_sample.uniform(seed, purpose, step, positions, (columns.start, columns.stop))
@@ -44,7 +45,7 @@ def candidates(
         rows: sampling parameters of each row; see `flash_sample.Rows`.
         score: "confidence", "entropy" (nats) or "margin".
         first_column: token id of the first column.
-        vocab_size: columns of all ranks; only 64 bytes a row cross the ranks, but all columns of
+        vocab_size: columns of all ranks; only 64 bytes per row are exchanged, but all columns of
             rows with filters.
     """
     if rows.filters is not None:
@@ -64,15 +65,16 @@ def candidates(
 def kept_columns(
     logits: torch.Tensor, temperature: float | torch.Tensor, filters: Filters
 ) -> torch.Tensor:
-    """Return whether filters keep each column, bool [R, V], of whole rows of logits [R, V]."""
+    """Return whether filters keep each column, bool [R, V], for whole rows of logits [R, V]."""
     return flash_sample.kept_columns(logits, temperature, filters)
 
 
-MAX_HEAD_COLUMNS = gather_gemm.MAX_COLUMNS  # special columns that `most_likely_in_head` takes
+# maximum number of special columns for `most_likely_in_head`
+MAX_HEAD_COLUMNS = gather_gemm.MAX_COLUMNS
 
 
 def samples_in_head(x: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Whether `most_likely_in_head` is faster than storing logits and `candidates`."""
+    """Return whether `most_likely_in_head` is faster than storing logits and `candidates`."""
     if not x.is_cuda or not dispatch.samples_in_head(len(x), len(matrix), x.device):
         return False
     return gather_gemm.has_top(x, matrix)
@@ -82,7 +84,7 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
     """Return token and fp32 confidence of rows, without storing their logits.
 
     Args:
-        x: [R, D] normed hidden states.
+        x: [R, D] normalised hidden states.
         matrix: [V, D], the output matrix.
         rows: sampling parameters of each row; without noise, and with at most `MAX_HEAD_COLUMNS`
             special columns.
@@ -96,11 +98,12 @@ def most_likely_in_head(x: torch.Tensor, matrix: torch.Tensor, rows: Rows) -> Sa
 def gather_columns(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Gather whole rows [R, vocab_size] from the columns [R, C] of every rank.
 
-    For results that cannot be merged from parts.
+    This is for results that cannot be merged from parts.
     """
     if logits.shape[1] == vocab_size or get_tensor_model_parallel_world_size() == 1:
         return logits
-    # Ranks own equal shares of the vocabulary rounded up; the last ones may have fewer columns.
+    # Ranks own equal shares of the vocabulary rounded up, so the last ranks may have fewer
+    # columns.
     widest = pad_vocab_size(vocab_size) // get_tensor_model_parallel_world_size()
     padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
     ranks = tensor_parallel().gather(padded)

@@ -12,25 +12,25 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Where the host prepares a step: operations on arrays cost a fraction of those on tensors.
+# Arrays on the host, which prepare a step at a fraction of the cost of tensors.
 Array: TypeAlias = np.ndarray[Any, Any]
 
-_PATIENCE_S = 0.002  # a host asks again and again before it sleeps
-_ALIGNMENT = 16  # bytes; every array starts on its own dtype's boundary
+_PATIENCE_S = 0.002  # seconds that the host polls before it sleeps
+_ALIGNMENT = 16  # bytes; enough for the alignment of every dtype
 
 
 class Staging:
-    """Host arrays that are copied to a GPU side by side, always to fixed addresses.
+    """Host arrays that are copied to a GPU in one block, always to fixed addresses.
 
     Args:
-        like: arrays of the wanted shapes and dtypes, in tuples and named tuples; what else these
-            hold stays as it is.
+        like: arrays of the required shapes and dtypes, in tuples and named tuples; other values in
+            these are kept.
         device: a CUDA device.
 
     Attributes:
-        arrays: arrays to write to, nested as `tensors`, in pinned memory, uninitialised at first.
+        arrays: arrays to write to, nested like `tensors`, in pinned memory, uninitialised at first.
             They must not change until the device has copied them.
-        tensors: target of `upload`: equal shapes and dtypes, nested alike.
+        tensors: target of `upload`: equal shapes and dtypes, nested in the same way.
     """
 
     def __init__(self, like: Any, device: torch.device) -> None:
@@ -53,30 +53,30 @@ class Staging:
         self.tensors: Any = _nested(like, iter(tensors))
 
     def write(self, values: Any) -> None:
-        """Write arrays of equal shapes, nested alike."""
+        """Write arrays of equal shapes, nested in the same way."""
         for staged, array in zip(self._flat, _leaves(values), strict=True):
             staged[...] = array
 
     def upload(self) -> None:
-        """Copy the arrays; the host does not wait."""
+        """Start to copy the arrays, without waiting on the host."""
         self._device.copy_(self._host, non_blocking=True)
 
 
 class GraphInputs:
-    """Host arrays that a CUDA graph copies to the device itself, whenever it is replayed.
+    """Host arrays that a CUDA graph itself copies to the device at every replay.
 
-    A copy among the graph's nodes costs the host nothing, but leaves no event that says when it is
-    over. So a number goes with the arrays, and the graph returns it: until that of the newest
-    replay is back, the arrays may still be read.
+    A copy within the graph costs the host nothing, but has no event that signals its end. So a
+    number is sent with the arrays, and the graph returns it. Until the number of the latest replay
+    is back, the device may still read the arrays.
 
     Args:
-        like: arrays of the wanted shapes and dtypes, in tuples and named tuples; what else these
-            hold stays as it is.
+        like: arrays of the required shapes and dtypes, in tuples and named tuples; other values in
+            these are kept.
         device: a CUDA device.
 
     Attributes:
-        tensors: tensors that the graph may read after `upload`: equal shapes and dtypes, nested
-            alike.
+        tensors: tensors that the graph may read after `upload`: equal shapes and dtypes, nested in
+            the same way.
     """
 
     def __init__(self, like: Any, device: torch.device) -> None:
@@ -88,9 +88,10 @@ class GraphInputs:
         self._sent[0] = 0
 
     def wait(self) -> None:
-        """Wait until the device has copied the newest arrays.
+        """Wait until the device has copied the latest arrays.
 
-        Waits for the number alone, not for the end of the graph, unless it takes too long.
+        This waits only for the number, unless it takes too long; then it waits for the end of the
+        graph.
         """
         patience = time.perf_counter() + _PATIENCE_S
         while self._returned[0] != self._sent[0]:
@@ -99,25 +100,25 @@ class GraphInputs:
                 return
 
     def to_write(self) -> Any:
-        """Return the arrays, nested as `tensors`, for one replay; uninitialised at first.
+        """Return the arrays, nested like `tensors`, for one replay; uninitialised at first.
 
-        Waits until the device has copied their old contents, which it mostly has long since.
+        This waits until the device has copied their old contents, which usually was long ago.
         """
         self.wait()
         self._sent[0] += 1
         return self._arrays
 
     def upload(self) -> None:
-        """Copy the arrays; must be captured as the first node of the graph."""
+        """Copy the arrays; this must be captured as the first node of the graph."""
         self._staging.upload()
         self._back.copy_(self._there, non_blocking=True)
 
 
 def to_device(arrays: Any, device: torch.device) -> Any:
-    """Copy arrays to `device`, in one transfer that the host does not wait for.
+    """Copy arrays to `device` in one transfer, without waiting on the host.
 
     Args:
-        arrays: contiguous arrays, in tuples and named tuples; what else these hold stays as it is.
+        arrays: contiguous arrays, in tuples and named tuples; other values in these are kept.
         device: target device; on CPU the tensors share the arrays' memory.
 
     Returns:
@@ -125,13 +126,13 @@ def to_device(arrays: Any, device: torch.device) -> Any:
         allocation.
 
     Raises:
-        TypeError: `arrays` is a list or the like, which would stay as it is.
+        TypeError: `arrays` is a list or similar, which would be returned unchanged.
     """
     if not isinstance(arrays, np.ndarray | tuple):
         raise TypeError(f"to_device: wanted an array or a tuple, given {type(arrays).__name__}")
     if device.type == "cpu":
         return _nested(arrays, map(torch.from_numpy, _leaves(arrays)))
-    # Pinned memory comes from torch's own cache, which gives it out again after the copy only.
+    # PyTorch's cache of pinned memory reuses a block only after its copy has ended.
     staging = Staging(arrays, device)
     staging.write(arrays)
     staging.upload()
@@ -139,10 +140,10 @@ def to_device(arrays: Any, device: torch.device) -> Any:
 
 
 class HostCopy:
-    """Copy of a tensor on the host, made by the device when it gets there.
+    """Asynchronous copy of a tensor to the host.
 
     Args:
-        source: any tensor; one on the host is its own copy.
+        source: any tensor; a tensor on the host is its own copy.
 
     Attributes:
         host: the copy, undefined before `wait`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of one engine, in two directions of parallelism.
 
-Tensor-parallel ranks have a part of the weights each and all rows of a step. Sequence-parallel
-ranks have all of these weights and a part of the rows. Rank r of an engine is number r % TP in its
+Each tensor-parallel rank has a part of the weights and all rows of a step. Sequence-parallel ranks
+have the same weights and different rows. Rank r of an engine has number r % TP in its
 tensor-parallel group and number r // TP in its sequence-parallel group.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RankGroup:
-    """Ranks of one group, and their collective operations, which all of them call.
+    """Ranks of one group, with collective operations that all of them must call.
 
     This class is a single rank, which exchanges nothing.
 
@@ -42,7 +42,7 @@ class RankGroup:
     def exchange(
         self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> None:
-        """Give every rank its part of `given`, and get one of each.
+        """Send every rank its part of `given`, and receive a part from each.
 
         Args:
             out: contiguous, written: the received parts, by rank.
@@ -53,15 +53,15 @@ class RankGroup:
         out.copy_(given)
 
     def gather(self, given: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, ...], which have one shape."""
+        """Return the tensors of all ranks, [size, ...]; they must have equal shapes."""
         return given[None]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of rank 0, in place of this rank's."""
+        """Return the tensor of rank 0, which replaces this rank's tensor."""
         return tensor
 
     def all_reduce_min(self, number: int) -> int:
-        """Return the smallest number of any rank; the host waits for all of them."""
+        """Return the smallest number of all ranks; the host waits for all of them."""
         return number
 
     def all_gather_object(self, text: str | None) -> list[str | None]:
@@ -69,7 +69,9 @@ class RankGroup:
         return [text]
 
     def join_board(self) -> HostBoard | None:
-        """Return a board of these ranks, if several on one host; every rank must call this."""
+        """Return a board of these ranks if they are several on one host; every rank must call
+        this.
+        """
         return None
 
 
@@ -79,8 +81,8 @@ ALONE = RankGroup()
 class ConnectedGroup(RankGroup):
     """Ranks in separate processes, connected by torch's collectives.
 
-    Once they listen to a board, hosts look at it while they wait for others, and stop waiting when
-    one of these has failed (`engine/worker/agreement.py`). This works with gloo only.
+    After `listen`, the hosts check a board while they wait for other ranks, and stop waiting when
+    one of these has failed (`engine/worker/agreement.py`). This works only with gloo.
     """
 
     def __init__(self, group: GroupCoordinator) -> None:
@@ -114,7 +116,7 @@ class ConnectedGroup(RankGroup):
         return texts
 
     def _run(self, collective: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        """Run a collective; once the ranks listen, wait only as long as all of them are well."""
+        """Run a collective; after `listen`, stop waiting if another rank fails."""
         if self._board is None:
             collective(*arguments, **named)
         else:
@@ -126,7 +128,7 @@ class ConnectedGroup(RankGroup):
         return HostBoard.join(self._host) if self.size > 1 else None
 
     def listen(self, board: HostBoard) -> None:
-        """Watch a board, of these ranks and maybe of others, for failures."""
+        """Check a board for failures while waiting; it may also include other ranks."""
         self._board = board
 
     @property
@@ -134,7 +136,7 @@ class ConnectedGroup(RankGroup):
         return self._board is not None
 
     def stop_waiting(self) -> None:
-        """Do nothing, as others look at the board."""
+        """Do nothing, because the other ranks check the board."""
 
     def reset(self) -> None:
         ranks = dist.get_process_group_ranks(self._host)
@@ -145,11 +147,11 @@ class ConnectedGroup(RankGroup):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that this one computes with, itself included.
+    """Ranks that this rank computes with, including itself.
 
     Attributes:
-        tensor: ranks with its rows and other parts of the weights.
-        sequence: ranks with its weights and other rows.
+        tensor: ranks with the same rows and other parts of the weights.
+        sequence: ranks with the same weights and other rows.
         every: all ranks of the engine.
     """
 
@@ -159,7 +161,9 @@ class Ranks:
 
     @classmethod
     def join(cls, tensor_size: int, sequence_size: int) -> Ranks:
-        """Make the ranks of this process, after upstream's groups; every process must call this."""
+        """Return the ranks of this process, after upstream's groups exist; every process must call
+        this.
+        """
         size = tensor_size * sequence_size
         engines = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
         tensor = ConnectedGroup(get_tp_group())
@@ -181,11 +185,11 @@ class Ranks:
 
     @property
     def are_several(self) -> bool:
-        """Whether another rank waits in collectives that this one must join."""
+        """Whether other ranks wait in collectives that this rank must join."""
         return self.every.size > 1
 
     def rows(self, num_rows: int) -> list[slice]:
-        """Divide the rows of a step into consecutive ranges, one a sequence-parallel rank.
+        """Divide the rows of a step into consecutive ranges, one per sequence-parallel rank.
 
         The first range is the longest; the last ones may be shorter, or empty.
         """
@@ -195,7 +199,7 @@ class Ranks:
 
 
 def _group(name: str, members: list[list[int]]) -> ConnectedGroup:
-    """Make, with all processes, several groups; return the one of this process."""
+    """Create several groups together with all processes; return the group of this process."""
     world = get_world_group()
     backend = dist.get_backend(world.device_group)
     return ConnectedGroup(

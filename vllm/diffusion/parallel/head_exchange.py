@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism by an exchange of heads (Ulysses, Jacobs et al. 2023).
 
-Every stage but attention works on rows alone, so each rank has some of the rows. Attention needs
-all rows of a sequence, but one head at a time: before it, a rank exchanges its rows of the other
-heads for the others' rows of its heads, and after it takes back the results. Heads stay whole, so
-every number is computed as by one rank.
+Every stage except attention processes rows independently, so each rank has a part of the rows.
+Attention needs all rows of a sequence, but processes heads independently. So before attention,
+each rank sends its rows of the other heads and receives the others' rows of its heads. After
+attention, the results are sent back. Heads are never divided, so every number is computed as on
+one rank.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 class HeadExchange:
     """Exchanges rows with all heads for all rows with some heads, and back.
 
-    Letters: R rows of all ranks, r of this one, h heads, N ranks, hd head width.
+    Letters: R rows of all ranks, r rows of this rank, h heads, N ranks, hd head width.
 
     Args:
         peers: the ranks, each of which has consecutive heads.
-        counts: number of rows of every rank; the rows of all follow one another by rank.
+        counts: number of rows of every rank; the rows of all ranks follow one another by rank.
     """
 
     def __init__(self, peers: RankGroup, counts: Sequence[int]) -> None:
@@ -39,7 +40,7 @@ class HeadExchange:
         self._own = [self.counts[peers.rank]] * peers.size
 
     def to_heads(self, x: Tensor, buffers: Buffers) -> Tensor:
-        """Return all rows of this rank's heads.
+        """Return all ranks' rows of this rank's heads.
 
         Args:
             x: [r, h, hd], contiguous; h is a multiple of N.
@@ -76,5 +77,5 @@ class HeadExchange:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """View numbers of a byte as bytes, which collectives move wherever they are not known."""
+    """View one-byte numbers as bytes, because not all collectives support their dtype."""
     return x.view(torch.uint8) if x.itemsize == 1 else x

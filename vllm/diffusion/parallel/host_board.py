@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication between the ranks of one host, without their devices, in shared memory."""
+"""Communication between the ranks of one host in shared memory, without their devices."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from vllm.diffusion.core.errors import RankError, RankMemoryError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Codes that ranks exchange: the outcome of what all of them did, or the kind of another word.
+# Codes that ranks exchange: the outcome of a common operation, or the kind of a message.
 WELL, NO_MEMORY, FAILED, NUMBER = range(4)
 
 _MAX_RANKS = 8
-_SPINS, _PAUSE_S = 200, 2e-5  # looks at the board before others may have the processor
-_LOOK_S = 1e-5  # between two looks at work of the host
+# Polls of the board before other processes may use the core, and seconds between later polls.
+_SPINS, _PAUSE_S = 200, 2e-5
+_LOOK_S = 1e-5  # seconds between two polls of work on the host
 _MEMORY = "/dev/shm"
 
 
@@ -37,14 +38,14 @@ def processes_here(group: distributed.ProcessGroup) -> list[int]:
 
 
 class HostBoard:
-    """Shared memory with a number of every rank, exchanged repeatedly, and a flag that kernels see.
+    """Shared memory with a number of every rank, exchanged repeatedly, and a flag for kernels.
 
-    All ranks call `exchange` equally often. One cannot be two calls ahead of another, so two places
-    a rank suffice, used in turn.
+    All ranks must call `exchange` equally often. A rank cannot be two calls ahead of another, so
+    two places per rank, used in turn, are enough.
 
     Args:
-        path: path of a file of `SIZE` zero bytes, which all ranks have mapped when the first one
-            calls.
+        path: path of a file of `SIZE` zero bytes, which all ranks must have mapped before the first
+            call.
         rank, size: this rank's number, and the number of ranks.
     """
 
@@ -54,7 +55,7 @@ class HostBoard:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), self.SIZE)
         words = np.frombuffer(self._memory, dtype=np.int64)
-        # [turn, rank]: the count of a call, and the number that came with it.
+        # [turn, rank]: the count of a call, and the number sent with it.
         self._counts = words[: 2 * _MAX_RANKS].reshape(2, _MAX_RANKS)[:, :size]
         self._numbers = words[2 * _MAX_RANKS : 4 * _MAX_RANKS].reshape(2, _MAX_RANKS)[:, :size]
         self._words = words
@@ -87,7 +88,7 @@ class HostBoard:
         return board
 
     def share_with_gpu(self) -> None:
-        """Let kernels on this process's GPU read `is_over`."""
+        """Make `is_over` readable for kernels on this process's GPU."""
         address = self._words.ctypes.data
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, self.SIZE, 1))
 
@@ -105,7 +106,7 @@ class HostBoard:
         return numbers
 
     def wait(self, work: distributed.Work) -> None:
-        """Wait for work, as long as all ranks are well.
+        """Wait for work, but stop if another rank fails.
 
         Raises:
             RankError: another rank has failed.
@@ -120,7 +121,7 @@ class HostBoard:
         work.wait()
 
     def failure_of_others(self) -> int:
-        """Largest code of the ranks that have come to the next exchange; 0 if none has."""
+        """Return the largest code of the ranks waiting in the next exchange, or 0 without any."""
         count = self._count + 1
         turn = count % 2
         return int(((self._counts[turn] == count) * self._numbers[turn]).max())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a checkpoint's files: whole, and what their names say.
+"""Checks that a checkpoint's files are complete and have the format that their names promise.
 
-A download that broke off, a pointer of git LFS or a page of HTML in a file's place ends a start
-with one line before an engine's process is there. Only the beginnings of weights are read. Nothing
-here imports torch or upstream.
+An interrupted download, a git LFS pointer or an HTML page instead of a file ends the start with
+one line before an engine's process is started. Only the beginnings of weight files are read.
+Nothing here imports torch or upstream.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _KINDS = {list: "a list", str: "a string", bool: "true or false", type(None): "n
 
 
 def check_files(folder: Path, *, has_weights: bool = True) -> None:
-    """Refuse a folder in which a file is not what its name says.
+    """Refuse a folder with a file that does not have the format of its name.
 
     Args:
         folder: the checkpoint.
         has_weights: whether its weights are read.
 
     Raises:
-        ServerConfigError: naming the file, its bytes and what is wrong with them.
+        ServerConfigError: naming the file, its size and the reason.
     """
     for name in (*OBJECTS, INDEX):
         if (folder / name).is_file():
             object_of(folder / name)
-    if (folder / TOKENIZER).is_file():  # too long to be read twice
+    # The file is too long to be read twice.
+    if (folder / TOKENIZER).is_file():
         beginning = _beginning(folder / TOKENIZER)
         if not beginning.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             raise _refusal(folder / TOKENIZER, "wanted an object of JSON")
@@ -54,12 +55,12 @@ def check_files(folder: Path, *, has_weights: bool = True) -> None:
 
 
 def check_mask_token(folder: Path, config: Mapping[str, Any], name: str | None) -> None:
-    """Refuse a checkpoint with a tokenizer, none of whose files names the mask token.
+    """Refuse a checkpoint with a tokenizer if none of its files names the mask token.
 
     Args:
         folder: the checkpoint.
         config: its config.json.
-        name: the mask token of the family's releases, by which the tokenizer may have it.
+        name: the mask token of the family's releases, which the tokenizer may contain.
 
     Raises:
         ServerConfigError: naming config.json and its key.
@@ -78,7 +79,7 @@ def check_mask_token(folder: Path, config: Mapping[str, Any], name: str | None) 
 
 
 def _weights_of(folder: Path) -> Iterable[Path]:
-    """Return the files of weights that upstream reads, as far as they are there."""
+    """Return the existing files of weights that upstream would read."""
     index = folder / INDEX
     if index.is_file():
         names = object_of(index).get("weight_map")
@@ -95,10 +96,10 @@ def _weights_of(folder: Path) -> Iterable[Path]:
 
 
 def object_of(file: Path) -> dict[str, Any]:
-    """Return the object that a file of JSON holds.
+    """Return the object that a JSON file contains.
 
     Raises:
-        ServerConfigError: naming the file, and what it holds.
+        ServerConfigError: naming the file, and what it contains.
     """
     _beginning(file)
     try:
@@ -112,7 +113,7 @@ def object_of(file: Path) -> dict[str, Any]:
 
 
 def _beginning(file: Path) -> bytes:
-    """Return the first bytes of a file, unless another one stands in its place."""
+    """Return the first bytes of a file, and refuse an empty file or a placeholder."""
     with open(file, "rb") as opened:
         beginning = opened.read(1024)
     if not beginning:
@@ -133,12 +134,12 @@ def _check_weights(file: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Compare a file's bytes with its header."""
+    """Compare the size of a file with its header."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
         if not 2 <= length <= size - 8:
-            is_cut = 2 <= length < 1 << 27  # the longest header that the format allows
+            is_cut = 2 <= length < 1 << 27  # the maximum header length of the format
             wanted = f"header says {8 + length} at least" if is_cut else "no header of safetensors"
             raise _refusal(file, wanted)
         header = opened.read(length)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delayed or cached imports that upstream spends most time on, and additions to its modules.
+"""Delay or caching of upstream's slowest imports, and additions to upstream's modules.
 
 Upstream's `__init__` imports the compiler's table of lowerings, which takes a second in every
-process, to put a list of its own into it. It does without if that import fails; so it fails at
-first, and the list is put in place when the table is imported after all, which is when something
-compiles.
+process, to add its own list to it. If that import fails, upstream continues without it. So the
+import fails at first, and the list is added when the table is imported later, which is when
+something compiles.
 
 transformers reads the sources of all its models twice, half a second each, to build its index.
 
-Additions to upstream's command are made when that is imported.
+Our additions to upstream's command are made when its module is imported.
 
 Nothing here imports torch, transformers or upstream.
 """
@@ -39,7 +39,7 @@ class PostImportHook(MetaPathFinder):
 
     Args:
         module: its name.
-        then: function of the loaded module.
+        then: function that receives the loaded module.
         is_refused: whether its import fails for now; may be changed as an attribute.
     """
 
@@ -80,7 +80,7 @@ def _read_folders_once(module: ModuleType) -> None:
 
 
 def read_models_once() -> None:
-    """Let transformers cache what it reads of a folder. Called before it is imported."""
+    """Make transformers cache what it reads from a folder; must be called before it is imported."""
     if STRUCTURE not in sys.modules:
         sys.meta_path.insert(0, PostImportHook(STRUCTURE, _read_folders_once))
 
@@ -93,14 +93,16 @@ def _replace(module: ModuleType) -> None:
 
 
 def replace_upstreams_command() -> None:
-    """Replace `vllm serve` by ours, which extends it. Called before upstream's is imported."""
+    """Replace `vllm serve` with our extended command; must be called before upstream's is
+    imported.
+    """
     if COMMAND not in sys.modules:
         sys.meta_path.insert(0, PostImportHook(COMMAND, _replace))
 
 
 @contextmanager
 def without_the_compiler() -> Iterator[None]:
-    """Make the table's import fail while upstream's package is imported.
+    """Make the import of the table fail while upstream's package is imported.
 
     Nothing changes if the table is already imported.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables that are set before upstream and torch are imported, which read them.
+"""Environment variables that must be set before upstream and torch read them at import.
 
 Child processes inherit them. Nothing here imports torch or upstream.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 
 
 def allow_our_plugins() -> None:
-    """Put our entry points on upstream's allow-list, `VLLM_PLUGINS`.
+    """Add our entry points to upstream's allow-list, `VLLM_PLUGINS`.
 
-    Upstream serves the HTTP routes of a plugin only when the variable names it, and once the
+    Upstream serves the HTTP routes of a plugin only if the variable names it, and once the
     variable is set it filters every plugin group. So if it is unset or empty, it is set to all
-    installed names (except third-party HTTP routes, which upstream wants named by the user) plus
-    ours, and a user's own list is completed with ours.
+    installed names plus ours, except third-party HTTP routes, which upstream requires the user to
+    name. A user's own list is extended with ours.
     """
     groups = (
         "vllm.general_plugins",
@@ -41,18 +41,18 @@ def allow_our_plugins() -> None:
 
 
 def limit_thread_spinning() -> None:
-    """Limit how long OpenMP's threads spin while they wait, unless the user has said how they wait.
+    """Limit how long OpenMP's threads spin while they wait, unless the user has set a wait policy.
 
-    Threads that spin for milliseconds, as is the default, starve the other processes of a server on
-    a busy machine with few cores; threads that sleep at once make steps on an idle one half as long
-    again.
+    Threads that spin for milliseconds, as by default, starve the other processes of a server on a
+    busy machine with few cores. Threads that sleep at once make steps on an idle machine half as
+    long again.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def take_stop_strings() -> None:
-    """Let OpenAI's and Anthropic's bodies have more stop strings than upstream's default of 4.
+    """Allow more stop strings in OpenAI's and Anthropic's bodies than upstream's default of 4.
 
     Editors that complete code send up to ten. The texts are compared once per new token.
     """
@@ -60,12 +60,12 @@ def take_stop_strings() -> None:
 
 
 def keep_bytecode(*, is_server: bool) -> None:
-    """Let a server keep the bytecode of its modules where Python would compile them at every start.
+    """Make a server store the bytecode of its modules if Python would compile them at every start.
 
-    That is half of a start: 4,400 modules in each of two processes. It happens where the installed
-    packages have no bytecode and cannot get any, as their folder is not writable or
-    `PYTHONDONTWRITEBYTECODE` is set. A folder of upstream's cache then has it. A
-    `PYTHONPYCACHEPREFIX` of the user's is kept to.
+    Compiling takes half of the start: 4,400 modules in each of two processes. It happens if the
+    installed packages have no bytecode and cannot get any, because their folder is not writable or
+    `PYTHONDONTWRITEBYTECODE` is set. The bytecode is then stored in a folder of upstream's cache.
+    A user's `PYTHONPYCACHEPREFIX` is kept.
 
     Args:
         is_server: whether this program is the server. Its child processes inherit the folder.
@@ -80,7 +80,7 @@ def keep_bytecode(*, is_server: bool) -> None:
 
 
 def _gets_bytecode(package: str) -> bool:
-    """Whether a package, if it is installed, has bytecode or will have it once it is imported."""
+    """Return whether a package, if installed, has bytecode or will have it after its import."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None or spec.cached is None or Path(spec.cached).exists():
         return True

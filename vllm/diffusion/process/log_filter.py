@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters that remove lines of upstream's start log without meaning for a diffusion model.
+"""Filters for lines of upstream's start log that have no meaning for a diffusion model.
 
 These lines list routes, or name caches, kernels and compilers that these models do not use. With
-`VLLM_LOGGING_LEVEL=DEBUG` all of them stay.
+`VLLM_LOGGING_LEVEL=DEBUG` all lines are kept.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
-# Loggers of upstream's, and how the lines begin that are left out.
+# Upstream's loggers, with the beginnings of the lines that are dropped.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.config.compilation": ("Enabled custom fusions",),
-    # Whose settings are used as they are; and positions may be of any number.
+    # The settings are used unchanged, and any number of positions is supported.
     "transformers.generation.configuration_utils": ("The following generation flags",),
     "vllm.config.model": ("Default vLLM sampling parameters", "User-specified max_model_len ("),
     "vllm.config.kernel": ("Final IR op priority",),
@@ -35,9 +35,9 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.distributed.parallel_state": ("world_size=%d rank=%d", "rank %s in world size"),
     "vllm.entrypoints.launchers.api_server.entry": (
         "Supported tasks: %s",
-        "Starting vLLM server on",  # said with the page's address before
+        "Starting vLLM server on",  # logged before with the page's address
     ),
-    # A model that is not served: the client's mistake, and the access log has its status.
+    # The model is not served. This is the client's mistake, and the access log has its status.
     "vllm.entrypoints.openai.chat_completion.batch_serving": ("Error with model %s",),
     "vllm.entrypoints.openai.chat_completion.serving": ("Error with model %s",),
     "vllm.entrypoints.openai.responses.serving": ("Error with model %s",),
@@ -56,7 +56,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core": ("init engine (profile",),
 }
 
-# Loggers of upstream's that trace an engine's end; what it says of a process that has ended.
+# Upstream's loggers that print stack traces at an engine's end, and their messages about an ended
+# process.
 TRACING = (
     *("vllm.v1.engine.async_llm", "vllm.v1.utils", "vllm.entrypoints.anthropic.serving"),
     *(
@@ -68,7 +69,7 @@ DIED = (" died unexpectedly", " died with exit code ")
 
 
 class DropByPrefix(logging.Filter):
-    """Drops records whose messages have one of these beginnings."""
+    """Drops records whose messages start with one of these texts."""
 
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class DropByPrefix(logging.Filter):
 
 
 class RenameBanner(logging.Filter):
-    """Names the program and model in one line, in place of upstream's picture."""
+    """Logs program and model in one line instead of upstream's banner."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.funcName == "log_version_and_model":
@@ -89,7 +90,9 @@ class RenameBanner(logging.Filter):
 
 
 class ShortenConfig(logging.Filter):
-    """Shortens the list of an engine's settings, two thousand characters, to those that act."""
+    """Shortens the list of an engine's settings (two thousand characters) to settings with an
+    effect.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith("Initializing a V1 LLM engine"):
@@ -114,9 +117,9 @@ class ShortenConfig(logging.Filter):
 
 
 class DropStackTraces(logging.Filter):
-    """Drops the stack traces that the end of an engine, or of the server, leaves of each stream.
+    """Drops the stack traces that each stream logs when an engine or the server ends.
 
-    They say where the server waited. The line that says what has ended stays.
+    They only show where the server waited. The line that names the ended process is kept.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -125,7 +128,9 @@ class DropStackTraces(logging.Filter):
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether upstream's first process of several says by this error that another one has ended."""
+    """Return whether upstream's first process reports by this error that another process has
+    ended.
+    """
     return isinstance(error, RuntimeError) and any(died in str(error) for died in DIED)
 
 
@@ -136,7 +141,7 @@ def _is_ours(config: VllmConfig) -> bool:
 def rename_start_lines() -> None:
     """Rewrite the first log lines of a server and of its engine.
 
-    They come before any class of ours. Calling it again changes nothing.
+    They are logged before any of our classes runs. Calling it again changes nothing.
     """
     _add_filter("vllm.entrypoints.launchers.launcher", RenameBanner())
     _add_filter("vllm.v1.engine.core", ShortenConfig())
@@ -161,7 +166,7 @@ def _add_filter(name: str, wanted: logging.Filter) -> None:
 
 
 class BrokenPipeStream:
-    """Stream that drops text which cannot be written."""
+    """Stream that drops text if it cannot be written."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -181,6 +186,6 @@ class BrokenPipeStream:
 
 @contextmanager
 def drop_unwritable_output() -> Iterator[None]:
-    """Drop progress bars that stderr cannot take: unlike loggers, they fail on a full disk."""
+    """Drop progress bars if stderr cannot be written: unlike loggers, they fail on a full disk."""
     with redirect_stderr(cast("IO[str]", BrokenPipeStream(sys.stderr))):
         yield

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Platforms for machines that no platform of upstream serves.
+"""Platforms for machines that upstream's platforms do not support.
 
-The released upstream wheel is compiled for CUDA: on a machine without a GPU it has no platform at
-all, and its CUDA platform needs its compiled kernels.
+The released upstream wheel is compiled for CUDA. On a machine without a GPU it has no platform,
+and its CUDA platform requires its compiled kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-CPU_ROW_BUDGET = 8192  # rows of a shared step of a server, as upstream has it for a large GPU
+# Rows of a shared step of a server, upstream's value for a large GPU.
+CPU_ROW_BUDGET = 8192
 
 
 class _EagerPlatform(Platform):
@@ -30,7 +31,7 @@ class _EagerPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import nothing, as there are no kernels."""
+        """Import nothing, because there are no kernels."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -40,7 +41,7 @@ class _EagerPlatform(Platform):
         envs.set_default("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
     def is_sleep_mode_available(self) -> bool:
-        """Whether memory can be lent while nothing runs: our worker does that by itself."""
+        """Return True, because our worker can release memory without support from upstream."""
         return True
 
     @classmethod
@@ -57,30 +58,35 @@ class _EagerPlatform(Platform):
 class DiffusionCpuPlatform(_EagerPlatform):
     """Platform of a machine without an accelerator."""
 
-    # Not OOT: upstream's shutdown would then call accelerator functions that a CPU has not.
+    # The value is not OOT: upstream's shutdown would then call accelerator functions that CPUs
+    # lack.
     _enum = PlatformEnum.CPU
     device_name = "cpu"
     device_type = "cpu"
-    ray_device_key = "GPU"  # Ray counts ranks so: `ray start --num-gpus 2`
+    # Ray counts ranks as GPUs: `ray start --num-gpus 2`.
+    ray_device_key = "GPU"
     dispatch_key = "CPU"
     dist_backend = "gloo"
     device_control_env_var = "DLLM_CPU_VISIBLE_DEVICES"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        # The first one is what upstream casts float32 checkpoints to: answers stay reproducible.
+        # Upstream casts float32 checkpoints to the first dtype; float32 keeps answers
+        # reproducible.
         return [torch.float32, torch.bfloat16]
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        # Upstream's default for a server, 2,048, would keep two canvases of 1,024 tokens apart.
+        # Upstream's default for a server, 2,048, would not let two canvases of 1,024 tokens share
+        # a step.
         if parser is not None:
             parser.set_defaults(max_num_batched_tokens=CPU_ROW_BUDGET)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         super().check_and_update_config(vllm_config)
-        # Several workers on a machine with one NUMA node cannot each be bound to their own.
+        # Several workers on a machine with one NUMA node cannot each be bound to a node of their
+        # own.
         envs.set_default("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
     @classmethod
@@ -95,7 +101,7 @@ class DiffusionCpuPlatform(_EagerPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """Do nothing, as there is one device."""
+        """Do nothing, because there is only one device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -109,7 +115,8 @@ class DiffusionCpuPlatform(_EagerPlatform):
 class DiffusionCudaPlatform(_EagerPlatform):
     """Platform of a CUDA machine without upstream's compiled kernels."""
 
-    # Not CUDA: upstream would then ask its compiled kernels, which are missing here, what they can.
+    # The value is not CUDA: upstream would then query its compiled kernels, which are missing
+    # here.
     _enum = PlatformEnum.OOT
     device_name = "cuda"
     device_type = "cuda"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that end a start early if environment and command line show that it cannot succeed.
 
-A server runs them before the imports that take seconds, and before its engine's process is started:
-nothing here imports torch or upstream. Errors that need upstream's parser or the checkpoint come
-later (`api/server/cli.py`, `plugin.py`).
+A server runs them before the imports that take seconds, and before its engine's process is
+started, so nothing here imports torch or upstream. Errors that need upstream's parser or the
+checkpoint are reported later (`api/server/cli.py`, `plugin.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _is_share(value: str) -> bool:
 
 
 def _is_length(value: str) -> bool:
-    """Whether upstream accepts the value as a length."""
+    """Return whether upstream accepts the value as a length."""
     is_number = re.fullmatch(r"\d*[1-9]\d*[KMGT]?|\d+(\.\d+)?[kmgt]", value, re.ASCII)
     return is_number is not None or value == "-1" or value.lower() == "auto"
 
@@ -101,7 +101,7 @@ _FLAGS = {
 
 
 def check() -> None:
-    """End this program with one line if it is a server that cannot start. Called before imports.
+    """Exit with one line if this program is a server that cannot start; must run before imports.
 
     Raises:
         SystemExit: with the line.
@@ -117,11 +117,12 @@ def check() -> None:
 
 
 def server_arguments() -> list[str] | None:
-    """Return the arguments of this program if it is a server, ours or `vllm serve`; else None."""
-    if not sys.argv or "--multiprocessing-fork" in sys.orig_argv:  # a process of a server
+    """Return the arguments of this program if it is a server (ours or `vllm serve`), else None."""
+    if not sys.argv or "--multiprocessing-fork" in sys.orig_argv:  # a child process of a server
         return None
     program, words = os.path.basename(sys.argv[0]), sys.argv[1:]
-    if program == "-m":  # while Python looks for the module
+    # Python has not found the module yet.
+    if program == "-m":
         program = sys.orig_argv[sys.orig_argv.index("-m") + 1]
     if program == OURS:
         return words
@@ -136,18 +137,18 @@ def check_model(
     load_format: str = "auto",
     has_tokenizer: bool = False,
 ) -> None:
-    """Refuse a path that is no folder, and a folder without the wanted files.
+    """Refuse a path that is not a folder, and a folder without the required files.
 
     Args:
-        name: name of the model, as a user gives it.
-        is_speculating: whether speculative decoding is asked for.
-        family: the wanted family (`families.SERVED_AS`); None for any.
+        name: name of the model, as given by the user.
+        is_speculating: whether speculative decoding is requested.
+        family: the expected family (`families.SERVED_AS`); None for any.
         load_format: upstream's --load-format.
-        has_tokenizer: whether its own tokenizer and config.json are used as they are.
+        has_tokenizer: whether its own tokenizer and config.json are used unchanged.
 
     Raises:
-        ServerConfigError: naming the model, and a folder with a similar name; or a file of it
-            that is not what its name says.
+        ServerConfigError: naming the model and a folder with a similar name, or a file of the model
+            that does not have the format of its name.
     """
     path = Path(name)
     if not path.exists() and _reads_like_a_path(name):
@@ -159,7 +160,8 @@ def check_model(
             f"{f'; did you mean {inside}?' if inside else ''}"
         )
     if not (path / "config.json").is_file():
-        return  # on the hub, or of another format
+        # The model is on the Hub, or has another format.
+        return
     config = object_of(path / "config.json")
     named = config.get("architectures")
     if named is not None and not (isinstance(named, list) and all(type(x) is str for x in named)):
@@ -173,8 +175,8 @@ def check_model(
         check_mask_token(path, config, ours.mask_token)
     if is_speculating and ours is not None:
         raise ServerConfigError(
-            f"{_of(name)}: --speculative-config: wanted none; a diffusion language model guesses "
-            """states of its own: --additional-config '{"dllm": {"num_speculative_states": 7}}'"""
+            f"{_of(name)}: --speculative-config: wanted none; a diffusion language model drafts "
+            """its own states: --additional-config '{"dllm": {"num_speculative_states": 7}}'"""
         )
     if family is not None:
         check_family(name, family, *model)
@@ -187,7 +189,7 @@ def check_family(
     model_type: str | None,
     config: Mapping[str, Any],
 ) -> None:
-    """Refuse a checkpoint whose family is not the wanted one.
+    """Refuse a checkpoint that is not of the expected family.
 
     Raises:
         ServerConfigError: naming the model, its architecture, and the script that serves it.
@@ -211,7 +213,7 @@ def _check_arguments(words: Sequence[str]) -> None:
             is_speculating=not values.keys().isdisjoint(_SPECULATION),
             load_format=values.get("--load-format", "auto"),
             has_tokenizer=values.keys().isdisjoint(_OTHER_TOKENS),
-            # An override may make it one of another family.
+            # An override may change the family.
             family=None if "--hf-overrides" in values else values.get("--family"),
         )
         tokenizer = values.get("--tokenizer", "")
@@ -227,7 +229,7 @@ def _check_arguments(words: Sequence[str]) -> None:
 
 
 def _check_names(words: Sequence[str]) -> None:
-    """Refuse a flag that neither upstream's parser nor ours knows."""
+    """Refuse a flag that is neither in upstream's parser nor in ours."""
     known = UPSTREAM_FLAGS | OUR_FLAGS
     for word in words:
         name = word.partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("--")
@@ -241,25 +243,25 @@ def _check_names(words: Sequence[str]) -> None:
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
-    """Return the value of each flag of a command line; the last one if there are several."""
+    """Return the value of each flag of a command line; the last value if there are several."""
     values = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
         if name.startswith("-"):
-            # Upstream takes --max_model_len, and --speculative-config.method.
+            # Upstream also accepts --max_model_len and --speculative-config.method.
             name, is_part, _ = name.replace("_", "-").partition(".")
             values[name] = "" if is_part else value if is_joined else following
     return values
 
 
 def _name(flag: str, value: str) -> str:
-    """Return the name of the flag, or of the variable of our scripts that it comes from."""
+    """Return the name of the flag, or of our scripts' variable that set it."""
     variable = flag[2:].upper().replace("-", "_")
     return variable if os.environ.get(variable) == value else flag
 
 
 def _of(model: str) -> str:
-    """Return the name of the model, with the variable of our scripts that it comes from."""
+    """Return the name of the model, with our scripts' variable that set it."""
     given = (n for n, v in os.environ.items() if n.endswith("MODEL_DIR") and v == model)
     variable = next(given, None)
     return f"model {model}" if variable is None else f"model {model} ({variable})"
@@ -309,7 +311,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def _nearest_folder(path: Path) -> Path | None:
-    """Return the folder whose path is most like the given one, part by part; None if unlike."""
+    """Return the folder whose path is most similar to the given one, part by part, or None."""
     nearest = Path(path.anchor)
     for part in path.relative_to(path.anchor).parts:
         if not (nearest / part).is_dir():
@@ -325,11 +327,11 @@ def _nearest_folder(path: Path) -> Path | None:
 
 
 def _check_hub(name: str, revision: str | None) -> None:
-    """Ask the Hugging Face Hub once, where upstream would try for half a minute.
+    """Query the Hugging Face Hub once; upstream would try for half a minute.
 
     Raises:
-        ServerConfigError: the hub has no such model for this user, or does not answer and the
-            model is not in its cache.
+        ServerConfigError: the Hub has no such model for this user, or does not answer and the model
+            is not in the Hub's local cache.
     """
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
@@ -344,7 +346,8 @@ def _check_hub(name: str, revision: str | None) -> None:
     except errors.HFValidationError:
         raise ServerConfigError(f"{prefix}no ORGANISATION/NAME{_did_you_mean(name)}") from None
     except errors.RemoteEntryNotFoundError:
-        return  # without config.json: upstream knows other formats
+        # Without config.json it may have another format that upstream supports.
+        return
     except (HTTPError, OSError) as error:
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
         if 400 <= status < 500:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early start of the engine's process, which imports its modules while the server does.
+"""Early start of the engine's process, which imports its modules while the server imports its own.
 
-Upstream starts it when the server has imported everything and read its arguments; only then would
-it begin to import its own part. Here it is started at once, imports, and waits for the function to
-run. It is a process of the same kind as upstream's: nothing in it sees a difference.
+Upstream starts the engine's process after the server has imported everything and read its
+arguments; only then would the process begin to import its modules. Here it is started immediately,
+imports its modules, and waits for the function to run. It is a process of the same kind as
+upstream's, so code in it runs unchanged.
 
-A `VLLM_WORKER_MULTIPROC_METHOD` of the user's is kept to. Nothing here imports torch or upstream
-before it is asked to.
+A user's `VLLM_WORKER_MULTIPROC_METHOD` is kept. Importing this module imports neither torch nor
+upstream.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 NEEDED = (
     *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
     *("vllm.diffusion.engine.scheduler.scheduler", "vllm.diffusion.engine.worker.worker"),
-    "vllm.model_executor.layers.quantization.online.fp8",  # upstream's loaders import it last
+    "vllm.model_executor.layers.quantization.online.fp8",  # upstream's loaders import it late
 )
-# What the server needs once its engine is ready.
+# Modules that the server needs once its engine is ready.
 _ROUTES = ("vllm.diffusion.api.server.endpoint", "vllm.entrypoints.anthropic.serving")
 _PROGRAM = "vllm.entrypoints.api_server"
-# What imports may have read already: where it has changed, a process is started anew.
+# Variables that imports may have read already. If one has changed, a new process is started.
 _READ_EARLY = ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL")
 
 
@@ -46,19 +47,19 @@ class _Waiting(NamedTuple):
     environment: dict[str, str | None]
 
 
-_waiting: list[_Waiting] = []  # one, until it is taken
+_waiting: list[_Waiting] = []  # at most one process, until it is used
 _started_at: list[float] = []  # time.time() of every engine's start in this process
 
 
 class EngineProcess(SpawnProcess):
-    """Process that takes over the waiting one, if there is one."""
+    """Process that uses the waiting process, if there is one."""
 
     def start(self) -> None:
         from vllm.diffusion.process import watchdog
 
         waiting = _take()
         _started_at.append(time.time())
-        # Beside the engine's start, for which the server waits.
+        # The server imports these modules while it waits for the engine.
         threading.Thread(target=_import, args=(_ROUTES,), daemon=True).start()
         if waiting is None:
             super().start()
@@ -78,10 +79,10 @@ class EngineContext(SpawnContext):
 
 
 def keep_title() -> None:
-    """In a child process, make sure that it can be renamed later. Called before all imports.
+    """In a child process, make sure that it can be renamed later; must run before all imports.
 
-    A title overwrites the arguments, which lie before the first variable of the environment, as
-    long as nobody has set that one again.
+    A new title overwrites the arguments, which are stored before the first environment variable.
+    This works only until that variable is set again.
     """
     if "--multiprocessing-fork" in sys.orig_argv:
         import setproctitle
@@ -90,13 +91,13 @@ def keep_title() -> None:
 
 
 def silence_gpu_warning() -> None:
-    """In a child process, silence torch's warning about a missing GPU, which is known."""
+    """In a child process, silence torch's warning about a missing GPU, which has been reported."""
     if "--multiprocessing-fork" in sys.orig_argv:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def begin() -> None:
-    """Start importing for the engine, if this program is the server. Called before all imports."""
+    """Start importing for the engine if this program is the server; must run before all imports."""
     is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and serves(sys.orig_argv)
     if _waiting or not is_wanted or multiprocessing.parent_process() is not None:
         return
@@ -105,11 +106,12 @@ def begin() -> None:
     process.start()
     to_read.close()
     _waiting.append(_Waiting(process, to_write, _read_early()))
-    Finalize(None, _end_waiting_process, exitpriority=100)  # before this process waits for its end
+    # It must run before this process waits for its children.
+    Finalize(None, _end_waiting_process, exitpriority=100)
 
 
 def use_waiting_process() -> None:
-    """Let upstream use the waiting process."""
+    """Make upstream use the waiting process."""
     if _waiting:
         from vllm.v1.engine import utils
 
@@ -117,12 +119,14 @@ def use_waiting_process() -> None:
 
 
 def engine_started_at() -> float | None:
-    """Return time.time() when the first engine got its function; None if upstream starts it."""
+    """Return time.time() when the first engine received its function, or None if upstream starts
+    it.
+    """
     return _started_at[0] if _started_at else None
 
 
 def _take() -> _Waiting | None:
-    """Return the waiting process, if it lives and its environment is unchanged."""
+    """Return the waiting process if it is alive and its environment is unchanged."""
     waiting = _waiting.pop() if _waiting else None
     if waiting is None:
         return None
@@ -133,7 +137,7 @@ def _take() -> _Waiting | None:
 
 
 def _end_waiting_process() -> None:
-    """End a waiting process that no engine has used."""
+    """End a waiting process that no engine uses."""
     while _waiting:
         _waiting.pop().process.terminate()
 
@@ -144,7 +148,7 @@ def _read_early() -> dict[str, str | None]:
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Disable garbage collection during imports, where it takes a sixth of the time."""
+    """Disable garbage collection during imports, of which it takes a sixth of the time."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -160,18 +164,19 @@ def _import(names: tuple[str, ...]) -> None:
 
 
 def _wait(connection: Connection) -> None:
-    """Run in the engine's process: import, receive the function, and run it."""
+    """Run in the engine's process: import modules, receive the function, and run it."""
     with without_collecting():
         _import(NEEDED)
-        gc.freeze()  # later collections, some of which upstream asks for, pass it by
+        # Later collections, some of which upstream requests, skip these objects.
+        gc.freeze()
     try:
         environment, name, target, args, kwargs = connection.recv()
-    except (EOFError, KeyboardInterrupt):  # the server has ended before
+    except (EOFError, KeyboardInterrupt):  # the server has ended earlier
         return
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.current_process().name = name
-    if "OMP_NUM_THREADS" in environment:  # torch has read what it was before
+    if "OMP_NUM_THREADS" in environment:  # torch has read the old value already
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -179,7 +184,7 @@ def _wait(connection: Connection) -> None:
 
 
 def serves(words: list[str]) -> bool:
-    """Whether a command line runs our server, not only its help."""
+    """Return whether a command line runs our server, not only its help."""
     if "-m" not in words or words[words.index("-m") + 1 :][:1] != [_PROGRAM]:
         return False
     return not {"-h", "--help", "--version", "--numa-bind"}.intersection(words)

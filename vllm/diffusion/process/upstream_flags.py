@@ -4,7 +4,7 @@
 A test compares them with upstream's parser, whose import takes ten seconds.
 """
 
-# Without `--`. Flags of yes and no also exist with `--no-`.
+# Names without `--`. Boolean flags also exist with the prefix `--no-`.
 _NAMES = """
 additional-config aggregate-engine-logging all2all-backend allow-credentials
 allow-deprecated-quantization allowed-headers allowed-local-media-path allowed-media-domains

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watchdog: no process of a server outlives the one that started it, however that one ended.
+"""Watchdog that ends every process of a server when its parent process ends for any reason.
 
-Upstream ends its children in its own shutdown. After SIGKILL, or the end of a Python process that
-cleaned nothing up, there is none: an engine would keep its GPU memory until somebody finds it.
-The other way round, a server knows the processes of its engines and can wait for their ends.
+Upstream ends its children in its own shutdown. After SIGKILL, or if a Python process ends without
+cleaning up, there is no shutdown, and an engine would keep its GPU memory until somebody finds it.
+Conversely, a server can list the processes of its engines and wait for their ends.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_GRACE_S = 1.0  # for an orderly end, in which one rank is the first
-_START_GRACE_S = 3.0  # in which upstream says why an engine did not start
-is_served = threading.Event()  # from when on a server hears of an engine's end by its lifecycle
+_GRACE_S = 1.0  # seconds for an orderly end, in which one rank ends first
+_START_GRACE_S = 3.0  # seconds in which upstream reports why an engine did not start
+# Set when the server's lifecycle starts to watch the engines.
+is_served = threading.Event()
 
 # Names of the processes that upstream starts and in which it loads plugins.
 _PROCESS_NAMES = ("EngineCore", "VllmWorker-", "ApiServer_")
-_watching_pid: int | None = None  # a fork takes the variable along, and no thread
+_watching_pid: int | None = None  # a fork inherits the variable, but no thread
 
 
 def follow_parent() -> None:
-    """In a child of upstream's, end this process when its parent is gone.
+    """In a child of upstream's, end this process when its parent ends.
 
-    Other processes, a user's own among them, are left alone. Repeated calls have no effect.
+    Other processes, including a user's own, are not affected. Repeated calls have no effect.
     """
     global _watching_pid
     parent = multiprocessing.parent_process()
@@ -47,9 +48,9 @@ def follow_parent() -> None:
 
 
 def follow_ranks(pids: Sequence[int]) -> None:
-    """In a rank that computes with others, end this process when one of these is gone.
+    """In a rank that computes with others, end this process when one of them ends.
 
-    Otherwise it would wait for that one until upstream's executor gives it up.
+    Otherwise it would wait for that rank until upstream's executor gives up.
     """
     ends = []
     for pid in pids:
@@ -60,23 +61,23 @@ def follow_ranks(pids: Sequence[int]) -> None:
 
 
 def follow_engine(sentinel: int) -> None:
-    """In a server that starts, end this process when its engine ends before `is_served`.
+    """In a starting server, end this process if its engine ends before `is_served`.
 
-    Upstream may wait for that one for minutes.
+    Upstream may wait for the engine for minutes.
     """
     threading.Thread(target=_end_with_engine, args=(sentinel,), name="engine", daemon=True).start()
 
 
 def engine_processes() -> dict[int, str]:
-    """Return the engines on this host of the server that this process serves: title by process id.
+    """Return the engines on this host of this process's server: title by process id.
 
-    They are children of the server's first process, which may have started this one, too.
+    They are children of the server's first process, which may have started this process, too.
     """
     process = psutil.Process()
     server = process if multiprocessing.parent_process() is None else process.parent()
     processes = {}
     for child in [] if server is None else server.children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             title = child.cmdline()[0] if child.cmdline() else ""
             if "EngineCore" in title:
                 processes[child.pid] = title.partition("::")[2] or title
@@ -96,10 +97,10 @@ def _end_with_engine(sentinel: int) -> None:
 
 
 def _end_with(parent_pid: int | None, sentinel: int) -> None:
-    """Wait for the parent's end, then end this process at once.
+    """Wait for the parent's end, then end this process immediately.
 
-    The sentinel is a pipe, which a forked sibling may hold open; the process descriptor is not,
-    but not every system has one.
+    A forked sibling may keep the sentinel open, because it is a pipe. The process descriptor does
+    not have this problem, but not every system supports it.
     """
     ends = [sentinel]
     with contextlib.suppress(AttributeError, OSError):
@@ -109,7 +110,7 @@ def _end_with(parent_pid: int | None, sentinel: int) -> None:
 
 
 def _end(message: str) -> None:
-    """Write a line to stderr, which may be gone, and end this process at once."""
+    """Write a line to stderr, which may be closed, and end this process immediately."""
     with contextlib.suppress(OSError):
         os.write(2, f"{message}\n".encode())
     os._exit(1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding algorithms, one record each.
 
-Validation, lengths, caches, HTTP schemas and the table of docs/decoding.md follow from these
-records; their rules are in `vllm.diffusion.decoding`. A name may mean one rule on full-attention
-families and another on block-causal ones: each kind has its own table. A parameter that only some
-algorithms use is declared here as well, with its range and its type.
+Validation, lengths, caches, HTTP schemas and the table of docs/decoding.md are derived from these
+records. The rules are in `vllm.diffusion.decoding`. A name may refer to one rule in full-attention
+families and to another in block-causal families: each kind has its own table. Parameters that only
+some algorithms use are declared here as well, with type and range.
 
 Nothing here imports torch or upstream.
 """
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.request.families import Family
 
-NEVER = 10_000  # iterations: longer than any answer takes
-MAX_STEPS = 1_000_000  # dream's schedule has a number for every step
+NEVER = 10_000  # iterations; longer than any answer takes
+# The schedule of dream stores a number for every step.
+MAX_STEPS = 1_000_000
 CACHES_IN_TURN = ("none", "prefix", "dual", "frozen")
-GUIDED_CACHES = ("none", "frozen")  # those that guidance may stand beside
+GUIDED_CACHES = ("none", "frozen")  # caches that support guidance
 
 
 @dataclass(frozen=True)
@@ -37,30 +38,31 @@ class Algorithm:
         rule: "module.Class" in `vllm.diffusion.decoding`.
         commits: tokens committed in each step, for documentation.
         source: number of its source in the list of docs/decoding.md.
-        blocks: filled one after the other ("in turn"), several at once ("together"), or none: all
-            of the canvas competes.
-        score: criterion by which candidates are compared; "alg": as the parameter of that name
-            gives.
-        pace: what determines how many are committed: the number of steps; or the rule itself, where
-            a number of steps is only a bound on the forwards ("rule"), or has no meaning ("rule
-            alone").
-        parameters: the `PARAMETERS` that it uses.
-        defaults: its defaults where they differ from those of `PARAMETERS`.
+        blocks: order in which blocks are filled: one after the other ("in turn"), several at once
+            ("together"), or no blocks: the whole canvas competes ("none").
+        score: criterion by which candidates are compared; "alg" means the request parameter `alg`.
+        pace: what determines how many tokens a step commits. "steps": the number of steps. "rule":
+            the rule itself; a number of steps only limits the forward passes. "rule alone": the
+            rule itself; a number of steps has no meaning.
+        parameters: names of the `PARAMETERS` that it uses.
+        defaults: its defaults if they differ from those of `PARAMETERS`.
         shifted_defaults: defaults for families that shift their logits (Dream).
-        caches: kinds of reuse of keys and values that it allows.
+        caches: supported ways to reuse keys and values.
         random_scores: families in which a random number may replace the score (`remasking:
-            random`): all, those that do not shift their logits, or none.
+            random`): all, families that do not shift their logits, or none.
         draws: whether `temperature` adds noise to the choice of tokens.
         ends_short: whether the last block may be shorter than the others.
-        reads_row_before: in block-causal families: whether it is for those that shift their logits,
-            whose block begins with a token that the row before it predicts.
-        edits_length: whether it is for families with tokens that delete and insert, which it alone
-            may propose.
-        causal_rule: its rule in families whose context is causal; None where it is not for them.
-        drafts: in those families: whether it writes tokens of a block and takes some back.
-        speculates: how its next states are drafted: one from another, as the number of positions
-            that a step commits does not depend on scores ("chain"), or several of each, by that
-            number ("fan"); None where its state is not the rule's alone.
+        reads_row_before: for block-causal families: True if it supports only families that shift
+            their logits, whose first token of a block is predicted by the row before the block.
+        edits_length: whether it requires tokens that delete and insert positions. Only such an
+            algorithm may propose these tokens.
+        causal_rule: its rule in families with causal context; None if it does not support them.
+        drafts: for families with causal context: whether it writes tokens of a block that it may
+            later reject.
+        speculates: how its next states are drafted. "chain": each state from the previous one,
+            because the number of committed positions does not depend on scores. "fan": several
+            states after each one, for different numbers of committed positions. None: not at all,
+            because the algorithm keeps further state outside the rule.
     """
 
     name: str
@@ -85,12 +87,12 @@ class Algorithm:
 
     @property
     def is_block_causal(self) -> bool:
-        """Whether it is for block-causal families, whose caches are exact."""
+        """Whether the algorithm is for block-causal families, whose caches are exact."""
         return "exact" in self.caches
 
     @property
     def is_causal_only(self) -> bool:
-        """Whether it is for no other families than those whose context is causal."""
+        """Whether the algorithm only supports families with causal context."""
         return self.rule == self.causal_rule
 
     def can_score_at_random(self, *, is_shifted: bool) -> bool:
@@ -235,7 +237,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     )
 }
 
-_KEPT_BLOCKS = ("exact", "none")  # caches of block-causal families: what is kept is final
+# Block-causal families keep only final keys and values.
+_KEPT_BLOCKS = ("exact", "none")
 
 BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     a.name: a
@@ -366,12 +369,12 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
 
 
 def algorithms_of(*, is_block_causal: bool) -> Mapping[str, Algorithm]:
-    """Return the algorithms of a kind of family, by name."""
+    """Return the algorithms of block-causal or of full-attention families, by name."""
     return BLOCK_ALGORITHMS if is_block_causal else ALGORITHMS
 
 
 def algorithms_for(family: Family) -> dict[str, Algorithm]:
-    """Return the algorithms that requests to a model of a family may name."""
+    """Return the algorithms that are available to requests for a model of a family."""
     table = algorithms_of(is_block_causal=family.is_block_causal)
     is_shifted = family.logit_shift > 0
     if family.has_causal_context:
@@ -390,7 +393,7 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
 class AlgorithmParams:
     """Values of `PARAMETERS` in a request.
 
-    `steps_per_block` is None where the algorithm has no steps.
+    `steps_per_block` is None if the algorithm has no steps.
     """
 
     threshold: float
@@ -417,7 +420,7 @@ class AlgorithmParams:
 
 
 def users(uses: Callable[[Algorithm], bool]) -> dict[str, Any]:
-    """Return the algorithms whose records satisfy `uses`, as attributes of a `Field`."""
+    """Return the names of algorithms whose records satisfy `uses`, as attributes of a `Field`."""
     tables = {"algorithms": ALGORITHMS, "block_algorithms": BLOCK_ALGORITHMS}
     return {
         attribute: tuple(name for name, algorithm in table.items() if uses(algorithm))
@@ -426,7 +429,7 @@ def users(uses: Callable[[Algorithm], bool]) -> dict[str, Any]:
 
 
 def _of_algorithms(spec: Field) -> Field:
-    """Return `spec` completed from the algorithms' records."""
+    """Return `spec` with defaults and users added from the records of the algorithms."""
     records = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
     return dataclasses.replace(
         spec,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visibility where the context is causal."""
+"""Visibility in families with causal context."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CAUSAL = BlockCausal(1)
 
 @dataclass(frozen=True)
 class CausalContext(Visibility):
-    """Visibility in which the context is causal, and a block that is denoised sees all of it.
+    """Visibility with a causal context, all of which the block being denoised attends to.
 
-    So a key of the context depends on the tokens before it alone, whatever blocks they came in: it
-    is final where a causal forward has seen final tokens. Keys of a block that is denoised never
-    are. Blocks begin anywhere behind the prompt, so there is room for a whole one behind the last
-    position of an answer.
+    A key of the context depends only on the tokens before it, whatever the blocks. So it is final
+    once a causal forward pass over final tokens has computed it. Keys of the block being denoised
+    are never final. Blocks may begin anywhere after the prompt, so the sequence has room for a
+    whole block after the last position of an answer.
     """
 
     block_length: int = 32

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decision on a request: its values become parameters without anything left open.
+"""Decision about a request: converts its values to complete parameters.
 
-Explicit values are taken literally or refused with the values that would work; defaults always
+Explicit values are applied literally, or refused with the values that would work. Defaults always
 work, so a server-wide default that conflicts with a value of the request is dropped.
 
-A request is decided once. The decision travels in its `SamplingParams.extra_args`, under a name
-that no client can give; the scheduler decides only requests that come without one.
+A request is decided once. The decision is stored in its `SamplingParams.extra_args` under a name
+that clients cannot set. The scheduler decides only requests without a stored decision.
 
 Nothing here imports torch or upstream.
 """
@@ -59,29 +59,29 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.served_model import ServedModel, SpecialIds
     from vllm.diffusion.request.values import Field
 
-DECISION = "dllm_decision"  # the key of extra_args under which it travels
+DECISION = "dllm_decision"  # key of extra_args that stores the decision
 
-# A key of SamplingParams.extra_args that is upstream's own and harmless. Those of its KV cache
-# connectors are unknown parameters here: there is no such cache.
+# A harmless key of SamplingParams.extra_args that upstream defines. The keys of upstream's KV
+# cache connectors are unknown parameters here, because there is no such cache.
 RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 
 MAX_LOGPROB_TOKEN_IDS = 128  # upstream's limit of `logprob_token_ids`
 
-IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our own routes leave out
+IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our routes ignore
 
-# Fields of upstream's SamplingParams without which an answer is not what was asked for: values that
-# ask for nothing, and what is wanted.
+# Fields of upstream's SamplingParams that change an answer and are not supported: the values
+# without effect, and the text of the refusal.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprobs": ((None,), "wanted none: prompt tokens are given, not predicted"),
     "repetition_detection": ((None,), "wanted none: not supported"),
     "watermarking": ((None, False), "wanted false: not supported"),
 }
 
-# Parameters that cut a distribution before a draw, and their values that keep all of it.
+# Parameters that restrict a distribution before sampling, with the values that keep all of it.
 NO_FILTERS: dict[str, Any] = {"min_p": 0.0, "top_k": None, "top_p": None}
 FILTERS = tuple(NO_FILTERS)
 
-# Fields of DiffusionParams that are the request's value, else the server's, else the table's.
+# Fields of DiffusionParams whose value is the request's, else the server's, else the table's.
 _PLAIN: tuple[str, ...] = tuple(
     f.name
     for f in dataclasses.fields(DiffusionParams)
@@ -94,62 +94,66 @@ _PLAIN: tuple[str, ...] = tuple(
 )
 
 
-# Those that are compared with scores.
+# Fields that are thresholds on a score.
 _SCORES = (
     *("threshold", "relaxed_threshold", "low_threshold", "editing_threshold"),
     "delimiter_threshold",
 )
 
-# Its steps are those of one request, without drafts.
+# fp8 attention runs the steps of one request alone and without drafts.
 _WITH_FP8_ATTENTION: dict[str, Any] = {"num_speculative_states": 0}
 
 
 def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
-    """Let a request's `SamplingParams` carry its decision, in place of the values it was made from.
+    """Store the decision in a request's `SamplingParams` instead of the values that led to it.
 
     Args:
         sampling: parameters to change; not a client's own object.
         decided: the decision.
-        index: index of the answer; it is added to the seed, which travels beside the decision.
+        index: index of the answer; it is added to the seed, which is stored outside the decision.
     """
     kept = {k: v for k, v in (sampling.extra_args or {}).items() if k in RESERVED_EXTRA_ARGS}
     sampling.extra_args = {**kept, DECISION: decided}
-    sampling.structured_outputs = None  # upstream would compile a grammar that nobody uses
-    sampling.bad_words = None  # and tokenise words that are tokenised already
-    sampling.thinking_token_budget = None  # and want a server that parses what a model thinks
+    # Upstream would compile a grammar that is never used.
+    sampling.structured_outputs = None
+    # Upstream would tokenise the words again.
+    sampling.bad_words = None
+    # Upstream would require a server with a reasoning parser.
+    sampling.thinking_token_budget = None
     sampling.seed = None if decided.seed is None else (decided.seed + index) % 2**SEED_BITS
 
 
 def is_decided(sampling: Any) -> bool:
-    """Whether a decision is attached. A client cannot send a value of its type."""
+    """Return whether a decision is attached. A client cannot send a value of its type."""
     return isinstance((sampling.extra_args or {}).get(DECISION), DiffusionParams)
 
 
 def decision_of(
     sampling: Any, model: ServedModel, prompt_token_ids: Sequence[int]
 ) -> DiffusionParams:
-    """Return the attached decision, or decide a request that comes without one.
+    """Return the attached decision, or decide a request without one.
 
     Raises:
-        InvalidParameterError: as `decide`.
+        InvalidParameterError: see `decide`.
     """
     attached = (sampling.extra_args or {}).get(DECISION)
     if attached is None:
         return decide(request_values_of(sampling), model, prompt_token_ids)
     decided = attached
-    if not isinstance(decided, DiffusionParams):  # it has crossed processes
+    # The decision was sent from another process.
+    if not isinstance(decided, DiffusionParams):
         decided = msgspec.convert(attached, DiffusionParams)
     return decided if sampling.seed is None else decided.with_seed(sampling.seed)
 
 
 def request_values_of(sampling: Any) -> dict[str, Any]:
-    """Return the values of a vLLM `SamplingParams` under canonical names; unset ones are left out.
+    """Return the values of a vLLM `SamplingParams` by canonical name, without unset ones.
 
-    `extra_args` holds the diffusion parameters and overrides the fields of `SamplingParams`.
+    `extra_args` contains the diffusion parameters and overrides the fields of `SamplingParams`.
 
     Raises:
-        InvalidParameterError: for an unknown key, contradicting spellings, or a field of
-            `SamplingParams` that cannot be had.
+        InvalidParameterError: a key is unknown, spellings contradict each other, or a field of
+            `SamplingParams` is not supported.
     """
     refuse_unsupported({name: getattr(sampling, name, None) for name in UNSUPPORTED})
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
@@ -183,10 +187,10 @@ def request_values_of(sampling: Any) -> dict[str, Any]:
 
 
 def requested_format(sampling: Any) -> Spec | None:
-    """Return the format that a `SamplingParams` asks for.
+    """Return the format that a `SamplingParams` requests.
 
     Raises:
-        InvalidParameterError: it is none.
+        InvalidParameterError: the format is invalid.
     """
     extra = sampling.extra_args or {}
     if SPEC in extra:
@@ -203,7 +207,7 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
     """Refuse fields that are not supported.
 
     Raises:
-        InvalidParameterError: naming the first of them.
+        InvalidParameterError: naming the first unsupported field.
     """
     for name, (neutral, wanted) in UNSUPPORTED.items():
         if given.get(name) not in (None, *neutral):
@@ -211,7 +215,7 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
 
 
 def _ignored_elsewhere(given: Any) -> list[str]:
-    """Return the names of fields that a route left out, checking the value under `IGNORED`."""
+    """Return the names of fields that a route ignored, after checking the value of `IGNORED`."""
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidParameterError(IGNORED, given, "wanted it left out")
     return given
@@ -223,15 +227,15 @@ def decide(
     """Decide every parameter of a request.
 
     Args:
-        fields: values under canonical names, as `canonical` or `request_values_of` return them.
-            The latter adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED`
-            (names of fields that were left out), and `upstream_max_tokens`, a limit that upstream
-            may have filled in itself.
+        fields: values by canonical name, as returned by `canonical` or `request_values_of`. The
+            latter adds `stop_token_ids`, `logprobs`, `structured_outputs` (a `Spec`), `IGNORED`
+            (names of ignored fields), and `upstream_max_tokens`, a limit that upstream may have set
+            itself.
         model: the served model.
         prompt_token_ids: the prompt.
 
     Raises:
-        InvalidParameterError: naming the field, the given and the wanted value.
+        InvalidParameterError: naming the field, the given and the expected value.
     """
     request = dict(fields)
     spec, score = request.pop(STRUCTURED, None), request.pop(SCORE, None)
@@ -280,7 +284,7 @@ def decide(
 
 
 def _check_drafted(request: Mapping[str, Any], params: DiffusionParams) -> None:
-    """Refuse what depends on tokens that stand where only drafts do."""
+    """Refuse parameters that depend on earlier tokens, because some of those may only be drafts."""
     edits = params.edits
     depends = {
         "complete_blocks": params.complete_blocks,
@@ -303,7 +307,7 @@ def _lengths(
     num_prompt: int,
     upstream_max_tokens: int | None,
 ) -> Lengths:
-    """Return the lengths of a request; a language may want a longer canvas than is usual."""
+    """Return the lengths of a request; a format may need a longer canvas than the default."""
     lengths_of = partial(
         decide_lengths,
         algorithm=algorithm,
@@ -321,7 +325,7 @@ def _lengths(
 def _scored(
     params: DiffusionParams, score: Any, spec: Spec | None, model: ServedModel, num_prompt: int
 ) -> DiffusionParams:
-    """Return the parameters of a likelihood request."""
+    """Return the complete parameters of a likelihood request."""
     if spec is not None:
         raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
     wanted = likelihood_request(score, num_prompt, model.vocab_size)
@@ -335,17 +339,18 @@ def _values(
     cache: str,
     lengths: Lengths,
 ) -> dict[str, Any]:
-    """Return the values that come from one field each, from the lengths, and from the model."""
+    """Return the parameters that are determined by single fields, the lengths and the model."""
     values = {name: _value(name, request, algorithm, model) for name in _PLAIN}
     if values["confidence_dtype"] == "logits":
         values |= {name: as_score(values[name], model.dtype) for name in _SCORES}
     if cache not in GUIDED_CACHES:
-        values["cfg_scale"] = 0.0  # a server-wide one gives way
+        # A server-wide default is dropped.
+        values["cfg_scale"] = 0.0
     values["sub_block_length"] = _sub_block_length(request, lengths.block_length, algorithm, model)
     values["delimiter_ids"] = _delimiter_ids(request, algorithm, model)
     may_stop = not values["ignore_eos"] and model.ids.eos is not None
     values["suffix_ids"] = tuple(request.get("suffix_ids", ()))
-    # It ends the whole canvas at a time, with the text that follows.
+    # early_stop would end the whole canvas at once, including the suffix.
     values["early_stop"] = values["early_stop"] and may_stop and not values["suffix_ids"]
     values["top_p"] = None if values["top_p"] == 1 else values["top_p"]
     values["top_k"] = values["top_k"] if (values["top_k"] or 0) > 0 else None
@@ -375,7 +380,7 @@ def _values(
 
 
 def _logprob_token_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
-    """Return the tokens whose log probabilities are reported in place of the most likely ones."""
+    """Return the tokens whose log probabilities are reported instead of the most likely ones."""
     ids = tuple(given or ())
     if len(ids) > MAX_LOGPROB_TOKEN_IDS or len(set(ids)) < len(ids):
         raise InvalidParameterError(
@@ -411,7 +416,7 @@ def _score_values(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
 def _guide(
     spec: Spec, request: Mapping[str, Any], model: ServedModel, stop_token_ids: frozenset[int]
 ) -> Guide:
-    """Return the language of an answer's format; refuse values that would break it."""
+    """Return the compiled format of an answer; refuse values that would break the format."""
     if request.get("logits_eos_inf"):
         raise InvalidParameterError("logits_eos_inf", True, f"wanted false beside {spec.field}")
     others = sorted(stop_token_ids - model.ids.stop)
@@ -424,7 +429,7 @@ def _guide(
 
 
 def _usual_canvas(guide: Guide) -> int:
-    """Twice the length of the shortest answer, in whole default blocks."""
+    """Return twice the length of the shortest answer, rounded up to whole default blocks."""
     return -(-2 * guide.least_tokens // DEFAULT_BLOCK) * DEFAULT_BLOCK
 
 
@@ -435,7 +440,7 @@ def _longer(
     prompt_length: int,
     upstream_max_tokens: int | None,
 ) -> dict[str, Any] | None:
-    """Return the request with a canvas that fits its language, if it leaves the length open."""
+    """Return the request with a canvas that fits its format, or None if it sets a length."""
     room = model.max_model_len - prompt_length
     is_open = upstream_max_tokens in (None, room, model.default_max_tokens)
     if not is_open or {"gen_length", "max_tokens"} & request.keys():
@@ -447,9 +452,11 @@ def _longer(
 def _guided(
     params: DiffusionParams, spec: Spec, guide: Guide, prompt: Sequence[int]
 ) -> DiffusionParams:
-    """Add a language to the parameters, and check the room of the answer and of the prompt's gaps.
+    """Add a guide to the parameters, and check that the answer and the prompt's gaps have room for
+    it.
 
-    Filters of single tokens cannot act then, and nothing is thought before.
+    Filters of single tokens are dropped, because they cannot be combined with a format, and so is
+    thinking before the answer.
     """
     is_cut = params.max_tokens < params.gen_length
     room = min(params.max_tokens, params.gen_length)
@@ -463,7 +470,7 @@ def _guided(
 
 
 def _with_end_of_thinking(params: DiffusionParams, request: Mapping[str, Any]) -> DiffusionParams:
-    """Refuse a budget whose last token the answer may not have; a default one gives way."""
+    """Refuse a thinking budget if the answer must not contain its end token; drop a default one."""
     end, edits = params.think_ids[1], params.edits
     if edits is None:
         return params
@@ -487,7 +494,9 @@ def _with_suffix(
     model: ServedModel,
     prompt_length: int,
 ) -> Lengths:
-    """Add the suffix to the lengths, refusing one that is not seen, does not fit or has gaps."""
+    """Add the suffix to the lengths; refuse a suffix that is not visible, does not fit or has
+    gaps.
+    """
     if not suffix:
         return lengths
     family, ids = model.family, model.ids
@@ -510,7 +519,7 @@ def _with_suffix(
 
 
 def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None) -> Algorithm:
-    """Return the algorithm that is asked for; a usual one gives way if it cannot do the rest."""
+    """Return the requested algorithm, or a default that supports the rest of the request."""
     allowed = algorithms_for(model.family)
     keeps_places = {n: a for n, a in allowed.items() if not (a.edits_length or a.drafts)}
     needs_places = spec is not None or request.get("allow_infill", False)
@@ -536,7 +545,7 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
 
 
 def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
-    """Whether a parameter acts with an algorithm on this family."""
+    """Return whether a parameter has an effect with an algorithm in this family."""
     if name == "remasking":
         return algorithm.can_score_at_random(is_shifted=model.is_shifted)
     if name == "num_speculative_states":
@@ -549,11 +558,11 @@ def _is_used(name: str, algorithm: Algorithm, model: ServedModel) -> bool:
 def _ignored(
     request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
 ) -> tuple[str, ...]:
-    """Return the names of standard fields whose given values cannot act.
+    """Return the names of standard fields whose given values have no effect.
 
-    Every client sends the standard fields, whatever the model, so none is refused for having no
-    effect. A value that asks for what happens anyway, such as temperature 0 where nothing is drawn,
-    is not among them. Defaults of generation_config.json that do not act are.
+    Every client sends the standard fields, whatever the model, so they are never refused for
+    having no effect. A value that changes nothing, such as temperature 0 if nothing is drawn, is
+    not listed. Defaults of generation_config.json without effect are listed.
     """
     cannot_act = {
         "steps": True,
@@ -595,7 +604,7 @@ def _check(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
 
 
 def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> str:
-    """Say what to ask for instead of a parameter that does not act with an algorithm."""
+    """Describe the alternatives to a parameter that has no effect with an algorithm."""
     users = spec.users(is_block_causal=model.family.is_block_causal)
     others = [
         other.name
@@ -609,10 +618,11 @@ def _wanted_instead(spec: Field, algorithm: Algorithm, model: ServedModel) -> st
 
 
 def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> Any:
-    """Return the request's value, else the server's if meant for the algorithm, else our default.
+    """Return the request's value, else the server's if it applies to the algorithm, else our
+    default.
 
-    A server-wide value of a parameter whose scale depends on the algorithm (a threshold) is meant
-    for the server-wide algorithm, if there is one.
+    A server-wide value of a parameter whose scale depends on the algorithm (a threshold) applies
+    only to the server-wide algorithm, if there is one.
     """
     spec = BY_NAME[name]
     if name in request:
@@ -630,12 +640,12 @@ def _value(name: str, request: Mapping[str, Any], algorithm: Algorithm, model: S
 
 
 def default_of(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
-    """Return the value of a parameter, with an algorithm, in a request that does not give it."""
+    """Return the value of a parameter for an algorithm in a request that does not set it."""
     return _value(name, {}, algorithm, model)
 
 
 def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> str:
-    """Return the kind of cache. A default one is replaced if guidance excludes it."""
+    """Return the kind of cache; replace a default that cannot be combined with guidance."""
     cache_asked = request.get("cache")
     if cache_asked is not None and cache_asked not in algorithm.caches:
         others = [
@@ -672,7 +682,7 @@ def _cache(request: Mapping[str, Any], algorithm: Algorithm, model: ServedModel)
 def _sub_block_length(
     request: Mapping[str, Any], block_length: int, algorithm: Algorithm, model: ServedModel
 ) -> int:
-    """Return a divisor of the block; a default one that is none is replaced by the whole block."""
+    """Return a divisor of the block length; replace an unsuitable default by the whole block."""
     length: int = _value("sub_block_length", request, algorithm, model)
     if block_length % length == 0 or not _is_used("sub_block_length", algorithm, model):
         return length
@@ -697,7 +707,7 @@ def _delimiter_ids(
 
 
 def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
-    """Return what a likelihood request asks of its prompt, checked.
+    """Check a likelihood request for a prompt, and return it in its internal form.
 
     Raises:
         InvalidParameterError: naming the prompt, or the key of `score`.
@@ -731,7 +741,7 @@ def _check_infill(request: Mapping[str, Any], model: ServedModel) -> None:
 
 
 def _check_thinking(request: Mapping[str, Any], model: ServedModel) -> None:
-    """Refuse a bound of thinking where a model thinks and its tokenizer cannot bound it."""
+    """Refuse a thinking budget if the model thinks but its tokenizer lacks the tokens for it."""
     name, absent = "thinking_token_budget", model.ids.no_think
     if absent is not None and request.get(name) not in (None, *BY_NAME[name].neutral):
         raise InvalidParameterError(name, request[name], f"wanted none: no token is {absent}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decision on the values of a request that edit logits.
+"""Decision about the parameters of a request that edit logits.
 
 Nothing here imports torch or upstream.
 """
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.request.served_model import ServedModel
 
-MAX_BAD_WORDS = 256  # sequences of token ids; each is looked for around every masked position
-MAX_BAD_LETTERS = 32768  # of all bad words together, which bounds the time of tokenising them
-# Lists of bad words whose token ids are kept: a body with many prompts has one.
+# Maximum number of token sequences. Each is compared at every masked position.
+MAX_BAD_WORDS = 256
+# Maximum letters of all bad words together, which bounds the time to tokenise them.
+MAX_BAD_LETTERS = 32768
+# Number of word lists whose token ids are cached, because a body with many prompts has one list.
 MAX_CACHED_WORD_LISTS = 64
 
 
@@ -30,17 +32,17 @@ def edits_of(
     max_tokens: int,
     num_tokens: int,
 ) -> Edits | None:
-    """Return what a request changes of its logits; None where that is nothing.
+    """Return the edits of logits that a request asks for, or None if there are none.
 
     Args:
-        request: values under canonical names.
+        request: values by canonical name.
         model: the served model.
         end_ids: ids that end an answer, unless the request ignores them.
         max_tokens: the longest answer.
-        num_tokens: prompt and canvas; longer bad words cannot become part of them.
+        num_tokens: prompt and canvas; longer bad words cannot appear in them.
 
     Raises:
-        InvalidParameterError: naming the field, the given and the wanted value.
+        InvalidParameterError: naming the field, the given and the expected value.
     """
     min_tokens = request.get("min_tokens", 0)
     if min_tokens > max_tokens:
@@ -69,7 +71,7 @@ def edits_of(
 
 
 def _allowed(request: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
-    """Return the allowed ids, ascending; the mask token is no part of an answer."""
+    """Return the allowed ids, ascending, without the mask token, which no answer contains."""
     given = request.get("allowed_token_ids", ())
     _check_ids("allowed_token_ids", given, model.vocab_size)
     allowed = tuple(sorted(set(given) - {model.ids.mask}))
@@ -82,10 +84,10 @@ def _allowed(request: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
 def _bad_words(
     words: Sequence[str], model: ServedModel, num_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of words, at the beginning of a text and behind a space.
+    """Return the token ids of words, both at the beginning of a text and after a space.
 
-    Words of more than `num_tokens` tokens, and of several with the mask token, are left out: no
-    answer has them.
+    Words of more than `num_tokens` tokens, and words of several tokens with the mask token, are
+    left out, because no answer contains them.
     """
     if not words:
         return ()
@@ -112,12 +114,12 @@ def _bad_words(
 def _spelled(
     words: tuple[str, ...], encode: Callable[[str], Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the different sequences of token ids of some words."""
+    """Return the distinct sequences of token ids of words."""
     return tuple(dict.fromkeys(ids for word in words for ids in _spellings(word, encode)))
 
 
 def _spellings(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the token ids of a word; also those behind a space, if only the first one differs."""
+    """Return the token ids of a word, and those after a space if only the first token differs."""
     alone, spaced = (tuple(encode(space + word.lstrip())) for space in ("", " "))
     if not alone:
         raise InvalidParameterError("bad_words", word, "wanted words of at least one token")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request changes of the logits of its candidates, whatever its algorithm.
+"""Edits of a request's logits, which apply to any algorithm.
 
 Nothing here imports torch or upstream.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Edits:
-    """Changes of logits, in the order in which they are made; the defaults change nothing.
+    """Edits of logits, in the order in which they are applied; the defaults change nothing.
 
     Attributes:
-        allowed_token_ids: no other token is proposed; empty for all tokens.
-        bad_words: token ids that must not follow each other in the answer.
-        min_tokens: the first so many tokens of the answer are none of `end_ids`.
+        allowed_token_ids: the only tokens that may be proposed; empty allows all tokens.
+        bad_words: sequences of token ids that must not appear in the answer.
+        min_tokens: the first `min_tokens` tokens of the answer are none of `end_ids`.
         end_ids: ids that end an answer.
-        logit_bias: pairs of a token id and what is added to its logit.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
-            stand in the prompt or in what is committed of the answer.
-        frequency_penalty: taken from a token's logit for each time that it stands in the answer.
-        presence_penalty: taken from the logit of every token that stands in the answer.
+        logit_bias: pairs of a token id and the number added to its logit.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the
+            prompt and of committed tokens of the answer.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the answer.
+        presence_penalty: subtracted from the logit of every token that occurs in the answer.
     """
 
     allowed_token_ids: tuple[int, ...] = ()
@@ -41,5 +41,5 @@ class Edits:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a logit depends on the tokens that stand there already."""
+        """Whether logits depend on the tokens that prompt and answer already contain."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)

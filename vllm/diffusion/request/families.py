@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of diffusion language models, as data (no torch here)."""
+"""Families of diffusion language models as data, without torch."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Family:
     """Facts that hold for every checkpoint of one family.
 
     Attributes:
-        name: short name, as users write it.
+        name: short name that users write.
         architectures: values of `architectures` in config.json that load as this family.
-        model_types: values of `model_type` in config.json that the family's releases carry; they
-            distinguish families of the same architecture.
-        marks: keys of config.json that are set in the family's checkpoints alone, where
-            architecture and model type do not distinguish them.
+        model_types: values of `model_type` in config.json of the family's releases; they
+            distinguish families with the same architecture.
         config_class: "module:Class" of its configuration.
         default_algorithm: decoding algorithm of a request that names none.
-        defaults: defaults of request parameters, where the family's differ from the algorithm's. A
-            threshold is meant for the default algorithm.
-        caps_steps: whether a block has at most as many steps as the answer has tokens (LLaDA2.0).
-        scores_after_filters: whether a candidate's confidence, in block-causal families, is its
-            probability among the tokens that top_k and top_p leave, or among all.
-        counts_masks: whether a quota, in block-causal families, is a share of the block's masked
-            positions when it begins, not of its length, and `low_confidence_dynamic` commits what
-            reaches the threshold, and always the best one.
-        logit_shift: 1 when the token at position i is read from row i - 1, else 0.
+        defaults: defaults of request parameters that differ from the algorithm's. A threshold
+            applies only to the default algorithm.
+        caps_steps: whether the answer's length limits the steps of a block (LLaDA2.0).
+        scores_after_filters: in block-causal families, whether a candidate's confidence is its
+            probability among the tokens that top_k and top_p keep, or else among all tokens.
+        counts_masks: in block-causal families, whether a quota is a share of the masked positions
+            that a block has when it begins, instead of a share of its length. If so,
+            `low_confidence_dynamic` commits candidates that reach the threshold, and always the
+            best one.
+        logit_shift: 1 if row i - 1 predicts the token at position i, else 0.
         visibility: which positions attend to which.
-        end_of_turn_tokens: names, in order of preference, of the token that ends a turn, where an
-            answer ends there whatever generation_config.json says.
-        mask_token: name of the mask token where neither config.json nor the tokenizer gives it.
-        edit_tokens: keys of config.json with the ids of the tokens that delete and that insert a
-            position; no other algorithm than `levenshtein` may propose them.
-        think_tokens: names of the tokens that begin and that end what a model thinks, in families
-            where `thinking_token_budget` bounds it.
-        served_as: its name for `--family` and for its server script; None where no script serves
-            it.
+        end_of_turn_tokens: names, in order of preference, of the token that ends a turn; for
+            families whose answers end there even if generation_config.json does not list it.
+        mask_token: name of the mask token if neither config.json nor the tokenizer defines it.
+        served_as: its name for `--family` and for its server script; None if it has no script.
+        marks: keys of config.json that are set only in the family's checkpoints, for families that
+            architecture and model type do not distinguish.
+        edit_tokens: keys of config.json with the ids of the tokens that delete and insert a
+            position; only the algorithm `levenshtein` may propose them.
+        think_tokens: names of the tokens that begin and end thinking, in families whose thinking
+            `thinking_token_budget` can limit.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Family:
 
     @property
     def is_block_causal(self) -> bool:
-        """Whether a position attends to its own block and those before it, and to none behind."""
+        """Whether a position attends only to its own block and the blocks before it."""
         return self.visibility.block_length > 0
 
     @property
     def has_causal_context(self) -> bool:
-        """Whether a finished block is read causally, as is the prompt."""
+        """Whether the prompt and finished blocks are read causally."""
         return isinstance(self.visibility, CausalContext)
 
 
@@ -175,7 +175,7 @@ FAST_DLLM = Family(
     mask_token="|<MASK>|",
 )
 
-# Its model type is Llama's, which stays upstream's.
+# Its releases have Llama's model type, which remains upstream's.
 STABLE_DIFFCODER = Family(
     name="stable-diffcoder",
     served_as="stable-diffcoder",
@@ -202,7 +202,7 @@ NEMOTRON = Family(
     think_tokens=("<think>", "</think>"),
 )
 
-# Its checkpoints carry Llama's model type and architecture, which stay upstream's.
+# Its checkpoints have Llama's model type and architecture, which remain upstream's.
 DIFFULLAMA = Family(
     name="diffullama",
     architectures=("DiffuLlamaForCausalLM",),
@@ -226,10 +226,11 @@ def family_of(
     model_type: str | None,
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> Family | None:
-    """Return the family of a checkpoint; None if it is not one of ours.
+    """Return the family of a checkpoint, or None if Mosaic does not serve it.
 
-    The first architecture that is one of ours decides; among several families that have it, the one
-    whose marks `config`, its config.json, bears, else the one with the model type, else the first.
+    The first known architecture selects the families. If several families have it, the one whose
+    marks are set in `config` (the contents of config.json) is chosen, else the one with the model
+    type, else the first.
     """
     name = next((name for name in architectures or () if name in ARCHITECTURES), None)
     families = [family for family in FAMILIES if name in family.architectures]
@@ -248,7 +249,7 @@ def why_not_served(
     model_type: str | None,
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> str | None:
-    """Say why the server script of a family (`SERVED_AS`) refuses a checkpoint; else None."""
+    """Return why the server script of a family (`SERVED_AS`) refuses a checkpoint, or None."""
     family = family_of(architectures, model_type, config)
     served_as = None if family is None else family.served_as
     if served_as == name:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of request parameters, with the check of each value on its own, and server-wide defaults.
+"""The table of request parameters, checks of single values, and server-wide defaults.
 
 `FIELDS` is the only list of parameters: validation, aliases, HTTP schemas and documentation are
-made from it. Parameters of single algorithms come from
-`vllm.diffusion.request.algorithms`. How values fit together is decided in
-`vllm.diffusion.request.decision`.
+derived from it. Parameters of single algorithms are declared in
+`vllm.diffusion.request.algorithms`. `vllm.diffusion.request.decision` checks combinations of
+values.
 
 Nothing here imports torch or upstream.
 """
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.families import Family
 
-MAX_DRAFTS = 15  # drafts of a forward
+MAX_DRAFTS = 15  # drafts per forward pass
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
 ATTENTION_DTYPES = ("model", "fp8")
 _RECORDS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
 CACHES = tuple(dict.fromkeys(cache for a in _RECORDS for cache in a.caches))
 
 FIELDS: tuple[Field, ...] = (
-    # What is committed in a step.
+    # What a step commits.
     Field(
         "algorithm",
         str,
@@ -322,7 +322,7 @@ FIELDS: tuple[Field, ...] = (
         neutral=(-1,),
         server_wide=True,
     ),
-    # Its place among others.
+    # Scheduling.
     Field(
         "priority",
         int,
@@ -353,20 +353,22 @@ def by_spelling(table: Iterable[Field]) -> dict[str, Field]:
 
 SPELLINGS = by_spelling(FIELDS)
 
-# Parameters that upstream's SamplingParams has as fields, and those of them in types of its own.
+# Parameters that are also fields of upstream's SamplingParams; the collected ones have other types
+# there.
 COLLECTED = ("logit_bias", "bad_words", "allowed_token_ids")
 OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", *COLLECTED),
     "thinking_token_budget",
 )
-# Parameters that clients know from elsewhere; a name that is almost theirs may be somebody else's.
+# Parameters that other servers have, too. A name similar to one of them may be a foreign field, so
+# it is not reported as misspelt.
 _STANDARD = frozenset({*OF_SAMPLING, "max_tokens", "priority"})
 OWN_SPELLINGS = tuple(name for name, field in SPELLINGS.items() if field.name not in _STANDARD)
-MAX_BIAS = 100.0  # of a logit, as in OpenAI's interface
-MAX_DIGITS = 18  # of a token id
-_MAX_NAME_LENGTH = 64  # of a name that is compared with all others
-_ALIKE = 0.8  # share of two names' letters that are common to both, in order
+MAX_BIAS = 100.0  # limit of a logit's bias, as in OpenAI's API
+MAX_DIGITS = 18  # digits of a token id
+_MAX_NAME_LENGTH = 64  # characters of a name that is compared with known names
+_ALIKE = 0.8  # minimum similarity of two names, as the share of matching letters
 
 
 def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[str, Any]:
@@ -377,13 +379,14 @@ def canonical(given: Mapping[str, Any], also_known: Iterable[str] = ()) -> dict[
 def checked(
     given: Mapping[str, Any], spellings: Mapping[str, Field], also_known: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Rename accepted spellings to canonical names and check each value on its own.
+    """Rename accepted spellings to canonical names and check each value by itself.
 
-    None counts as not given. `also_known` are names that the refusal of an unknown one lists too.
+    None counts as not given. `also_known` are further names for the suggestions about an unknown
+    name.
 
     Raises:
-        InvalidParameterError: for an unknown name, a wrong type or range, or two spellings of
-            one parameter that disagree.
+        InvalidParameterError: a name is unknown, a type or range is wrong, or two spellings of one
+            parameter disagree.
     """
     result: dict[str, Any] = {}
     for spelling, value in given.items():
@@ -403,7 +406,7 @@ def checked(
 
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterError:
-    """Make the refusal of an unknown parameter."""
+    """Return the refusal of an unknown parameter."""
     names = sorted(known)
     meant = near_miss(name, names)
     if meant is not None:
@@ -414,7 +417,7 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> InvalidParameterErro
 
 
 def near_miss(name: str, known: Iterable[str] = OWN_SPELLINGS) -> str | None:
-    """Return the known name that `name` almost is; case, dashes and underscores do not count."""
+    """Return the known name that is almost `name`, ignoring case, dashes and underscores."""
     names = {_letters(other): other for other in sorted(known)}
     matches = difflib.get_close_matches(_letters(name), names, n=1, cutoff=_ALIKE)
     return names[matches[0]] if matches else None
@@ -425,9 +428,9 @@ def _letters(name: str) -> str:
 
 
 def _expand_shorthands(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Expand algorithm names in any spelling, and parameters that stand for an algorithm.
+    """Normalise algorithm names, and expand parameters that are shorthands for an algorithm.
 
-    A kind of remasking may stand for several algorithms; the decision chooses.
+    A kind of remasking may refer to several algorithms; the decision chooses one.
     """
     expanded = dict(given)
     leaps = expanded.pop("use_local_leap", None)
@@ -459,7 +462,7 @@ def _snake_case(name: str) -> str:
 
 
 def check(spec: Field, spelling: str, value: Any) -> Any:
-    """Return `value` as `spec.kind`, or raise InvalidParameterError naming `spelling`."""
+    """Return `value` converted to `spec.kind`, or raise InvalidParameterError naming `spelling`."""
     if spec.kind is bool:
         if not isinstance(value, bool) and value not in (0, 1):
             raise InvalidParameterError(spelling, value, "wanted true or false")
@@ -492,7 +495,7 @@ def check(spec: Field, spelling: str, value: Any) -> Any:
 
 
 def _by_token(spelling: str, value: Any) -> dict[int, float]:
-    """Return numbers by token id, whose ids JSON has as strings; cut to -100 and 100."""
+    """Return numbers by token id, clipped to -100 and 100; JSON has the ids as strings."""
     wanted = "wanted an object of token ids and numbers"
     if not isinstance(value, dict):
         raise InvalidParameterError(spelling, value, wanted)
@@ -516,12 +519,12 @@ def _words(spelling: str, value: Any) -> tuple[str, ...]:
 def _is_finite(value: int | float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of float
+    except OverflowError:  # an integer outside the range of float
         return False
 
 
 def named_algorithm(request: Mapping[str, Any], *, is_block_causal: bool) -> str | None:
-    """Return the algorithm that canonical values name; None if they name none."""
+    """Return the algorithm that canonical values name, or None if they name none."""
     name: str | None = request.get("algorithm")
     if name not in REMASKING:
         return name
@@ -535,7 +538,7 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
 
     Args:
         given: values under any accepted spelling.
-        family: family of the served model; None while it is not known, so that only names and
+        family: family of the served model; None if it is not known yet, so that only names and
             single values are checked.
 
     Raises:
@@ -567,7 +570,7 @@ def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str
 
 
 def _check_together(defaults: Mapping[str, Any], algorithms: Mapping[str, Algorithm]) -> None:
-    """Refuse server-wide defaults that exclude each other."""
+    """Refuse server-wide defaults that contradict each other."""
     name, cache = defaults.get("algorithm"), defaults.get("cache")
     if name is not None and name not in algorithms:
         raise ServerConfigError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lengths of a request: canvas, answer, blocks and steps.
 
-Explicit values are taken literally or refused with the values that would work; defaults always
+Explicit values are applied literally, or refused with the values that would work. Defaults always
 work. Nothing here imports torch or upstream.
 """
 
@@ -30,8 +30,8 @@ class Lengths:
     """Lengths of one request, in tokens; see `FIELDS`.
 
     Attributes:
-        steps: None where nothing bounds the forwards.
-        steps_per_block: steps of a block in block-causal families; None where the algorithm has no
+        steps: number of steps; None if it is unlimited.
+        steps_per_block: steps of a block in block-causal families; None if the algorithm has no
             steps.
     """
 
@@ -50,10 +50,14 @@ def decide_lengths(
     *,
     upstream_max_tokens: int | None,
 ) -> Lengths:
-    """Decide the lengths of a request whose other values are given under canonical names.
+    """Decide the lengths of a request.
 
     Args:
-        upstream_max_tokens: a limit that upstream may have filled in.
+        request: values by canonical name.
+        algorithm: the decoding algorithm.
+        model: the served model.
+        prompt_length: tokens of the prompt.
+        upstream_max_tokens: a limit that upstream may have set.
 
     Raises:
         InvalidParameterError: naming the field and values that would work.
@@ -84,9 +88,9 @@ def decide_lengths(
 
 
 def with_suffix(lengths: Lengths, algorithm: Algorithm, suffix_length: int) -> Lengths:
-    """Return lengths with a canvas that also holds a suffix behind the longest answer.
+    """Return lengths with a canvas that has room for a suffix after the longest answer.
 
-    The lengths of blocks and the steps of each are unchanged.
+    Block lengths and the steps of each block are unchanged.
     """
     canvas, block = lengths.max_tokens + suffix_length, lengths.block_length
     if algorithm.blocks == "none":
@@ -101,13 +105,14 @@ def with_suffix(lengths: Lengths, algorithm: Algorithm, suffix_length: int) -> L
 
 
 def forwards_saved(params: DiffusionParams, num_forwards: int, num_committed: int) -> int:
-    """Number of forwards that a finished request did without, as they could not change its answer.
+    """Return the number of forward passes that a finished request did not need.
 
-    Where the number of steps sets the pace: all of its steps that were not run, after the answer
-    was complete, or because they would have committed nothing. Elsewhere the number is unknown; it
-    is at least one per block that was never begun, or one in all where blocks are decoded together.
-    Blocks that a block-causal request never began cost nothing: only steps of those that it began
-    count. A likelihood request commits nothing, and saves none.
+    If the number of steps sets the pace, this counts all steps that were not run, because the
+    answer was complete or because they would have committed nothing. Otherwise the number is
+    unknown, so the lower bound is returned: one per block that was never begun, or one in total if
+    blocks are decoded together. In block-causal families, blocks that were never begun would cost
+    nothing, so only steps of begun blocks count. A likelihood request commits nothing and saves
+    none.
     """
     if not params.num_open:
         return 0
@@ -152,7 +157,7 @@ def _check_room(
     model: ServedModel,
     prompt_length: int,
 ) -> None:
-    """Refuse an answer longer than its canvas, and a canvas longer than the remaining room."""
+    """Refuse an answer longer than its canvas, and a canvas that exceeds the remaining room."""
     if max_tokens is not None and max_tokens > canvas:
         raise InvalidParameterError(
             "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
@@ -170,11 +175,11 @@ def _check_room(
 def _requested_max_tokens(
     request: Mapping[str, Any], upstreams: int | None, room: int, model: ServedModel
 ) -> int | None:
-    """Return the requested length of the longest answer; None if there is no limit.
+    """Return the requested length of the longest answer, or None if there is no limit.
 
-    Where none was given, upstream fills in all the room that is left. Beside an explicit canvas its
-    defaults, of SamplingParams and of generation_config.json, are not meant to cut the answer
-    either.
+    If a request sets none, upstream fills in all the remaining room. If the request sets the
+    canvas, the defaults of SamplingParams and of generation_config.json are not meant to limit the
+    answer either.
     """
     max_tokens: int | None = request.get("max_tokens")
     if max_tokens is not None or upstreams == room:
@@ -193,7 +198,7 @@ def _grid_lengths(
 ) -> Lengths:
     """Decide the lengths in block-causal families.
 
-    Any answer and any block is allowed, as future blocks cost nothing.
+    Any length of answer and block is allowed, because later blocks cost nothing.
     """
     room = model.max_model_len - prompt_length
     canvas = request.get("gen_length")
@@ -214,7 +219,9 @@ def _grid_lengths(
 
 
 def _grid_block(request: Mapping[str, Any], model: ServedModel) -> int:
-    """Return a block length that the checkpoint allows; a server-wide one may give way."""
+    """Return a block length that the checkpoint supports; replace an unsuitable server-wide
+    default.
+    """
     block_length = _first_given("block_length", request, model) or DEFAULT_BLOCK
     if block_length % model.block_unit == 0:
         return block_length
@@ -228,7 +235,7 @@ def _grid_block(request: Mapping[str, Any], model: ServedModel) -> int:
 
 
 def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> int | None:
-    """Return a length of the request, else of the server, the checkpoint or its family."""
+    """Return a length from the request, else from the server, the checkpoint or its family."""
     of_model = {"block_length": model.block_length}.get(name)
     defaults = model.defaults.get(name), of_model, model.family.defaults.get(name)
     values = request.get(name), *defaults
@@ -236,7 +243,7 @@ def _first_given(name: str, request: Mapping[str, Any], model: ServedModel) -> i
 
 
 def _steps_per_block(request: Mapping[str, Any], model: ServedModel, num_blocks: int) -> int | None:
-    """Return the steps asked for; the request's, by either name, override the server's."""
+    """Return the requested steps per block; both of the request's names override the server's."""
     per_block, steps = request.get("steps_per_block"), request.get("steps")
     if steps is not None:
         steps = _quota_steps(steps, num_blocks, steps) // num_blocks
@@ -262,8 +269,8 @@ def _whole_blocks_within(length: int, block_length: int | None) -> int:
 def _canvas_for(max_tokens: int, room: int, block_length: int | None) -> int:
     """Return the canvas of an answer: `max_tokens` rounded up to whole default blocks.
 
-    Whole given blocks are used instead, if those do not divide a default block; and no rounding if
-    only the rounding exceeds the remaining room.
+    If the given block length does not divide a default block, whole blocks of that length are used
+    instead. Nothing is rounded if only the rounding would exceed the remaining room.
     """
     unit = DEFAULT_BLOCK
     if block_length is not None and DEFAULT_BLOCK % block_length != 0:
@@ -289,7 +296,9 @@ def _block_length(given: int | None, default_length: int, canvas: int, steps: in
 
 
 def _quota_steps(given: int | None, num_blocks: int, default_steps: int) -> int:
-    """Return a multiple of the number of blocks."""
+    """Return a multiple of the number of blocks, near the default; refuse a value that is no
+    multiple.
+    """
     if given is None:
         nearest = (2 * default_steps + num_blocks) // (2 * num_blocks)
         return max(1, nearest) * num_blocks

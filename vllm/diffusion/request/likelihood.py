@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that read the log probabilities of given tokens and commit nothing."""
+"""Requests that compute log probabilities of given tokens and commit nothing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from vllm.diffusion.core.errors import InvalidParameterError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCORE = "score"  # key of SamplingParams.extra_args that asks for a `ScoreRequest`
+SCORE = "score"  # key of SamplingParams.extra_args that holds a `ScoreRequest`
 
-_OPTIONAL: Mapping[str, tuple[type, ...]] = MappingProxyType(  # its keys that may be left out
+# Keys of a score request that may be left out, with their types.
+_OPTIONAL: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"num_top": (int,), "cfg_scale": (int, float), "context_length": (int,)}
 )
 
-BESIDE_A_SCORE = frozenset({"priority", "timeout_s"})  # what else such a request may ask for
-# What a decision takes it for until it knows better: the smallest canvas, and masks in the prompt.
+# other parameters that such a request may have
+BESIDE_A_SCORE = frozenset({"priority", "timeout_s"})
+# Values under which such a request is decided first: the smallest canvas, and masks in the prompt.
 SCORED_AS: Mapping[str, Any] = MappingProxyType({"gen_length": 1, "allow_infill": True})
 
-# What the other parameters of such a request are: the model as it is, and no canvas.
+# Values of the other parameters of such a request: the unmodified model, and no canvas.
 ONLY_READ: Mapping[str, Any] = MappingProxyType(
     {
         "remasking": "low_confidence",
@@ -54,16 +56,16 @@ ONLY_READ: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Positions whose logits are read while nothing is committed, and the tokens to score there.
+    """Positions whose logits are computed without committing anything, and the tokens to score.
 
     Attributes:
         positions: positions of the prompt, ascending, masked or not.
         token_ids: at least one token for every position.
-        num_top: number of most likely tokens to report at every position, too.
-        cfg_scale: guidance; above 0 a second sequence is computed, whose context is masked.
-        context_length: number of positions, from 0, that are masked in it.
-        group: name of a group of requests that are to share a step.
-        group_size: number of these requests.
+        num_top: number of most likely tokens to report at every position in addition.
+        cfg_scale: guidance; above 0, a second sequence with masked context is computed.
+        context_length: number of positions, from 0, that are masked in the second sequence.
+        group: name of a group of requests that share a step.
+        group_size: number of requests in the group.
     """
 
     positions: tuple[int, ...]
@@ -77,13 +79,13 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Result of a scoring request; lists in the order of its positions.
+    """Result of a scoring request; lists are in the order of its positions.
 
     Attributes:
         logprobs: log probabilities of the requested tokens, fp32, under the model's distribution
-            over all tokens, whatever the request's temperature.
-        likeliest: the token with the largest logit, the lowest of equals.
-        top_tokens: the requested number of most likely tokens, the likeliest first.
+            over all tokens, independent of the request's temperature.
+        likeliest: the token with the largest logit; the lowest id among equals.
+        top_tokens: the requested number of most likely tokens, the most likely first.
         top_logprobs: log probabilities of `top_tokens`.
     """
 
@@ -99,7 +101,7 @@ def likelihood_request(given: Any, prompt_length: int, vocab_size: int) -> Score
     `num_top`, and `cfg_scale` with `context_length`, are optional keys.
 
     Raises:
-        InvalidParameterError: it is something else, or names what the prompt or the model lacks.
+        InvalidParameterError: the structure is wrong, or a position or token does not exist.
     """
     wanted = {"positions", "token_ids"}
     if not isinstance(given, dict) or not wanted <= given.keys() <= wanted | _OPTIONAL.keys():
@@ -128,7 +130,7 @@ def likelihood_request(given: Any, prompt_length: int, vocab_size: int) -> Score
 
 
 def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
-    """Return the optional keys that are given, checked."""
+    """Return the given optional keys, checked."""
     maxima = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
     options = {name: given[name] for name in _OPTIONAL if name in given}
     for name, value in options.items():
@@ -141,7 +143,7 @@ def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> d
 
 
 def _are_below(numbers: Any, bound: int) -> bool:
-    """Whether the value is a list of at least one whole number from 0 to `bound` - 1."""
+    """Return whether the value is a list of at least one whole number from 0 to `bound` - 1."""
     if not isinstance(numbers, list | tuple) or not numbers:
         return False
     return all(type(number) is int and 0 <= number < bound for number in numbers)

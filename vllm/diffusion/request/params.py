@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a request's decision, its inputs and its result; no rules.
+"""Records of a request's decision, its inputs and its result, without rules.
 
 Nothing here imports torch or upstream.
 """
@@ -20,33 +20,42 @@ if TYPE_CHECKING:
 
 
 SEED_BITS = 64
-DRAWN_SEED_BITS = 52  # JavaScript's numbers are exact below 2^53, and answer i uses seed + i
+# JavaScript's numbers are exact below 2^53, and answer i uses seed + i.
+DRAWN_SEED_BITS = 52
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionParams(AlgorithmParams):
-    """Parameters of a request with every default filled in; names are those of the table.
+    """Parameters of a request with all defaults filled in; the names are those of the table.
 
-    It crosses processes as a map, and is rebuilt by the types of its attributes.
+    The record is sent between processes as a map, and rebuilt by the types of its attributes.
 
-    `steps` is None where no bound was asked for, `top_p` and `top_k` where they are off. `stop_ids`
-    is empty and `early_stop` is false when `ignore_eos` is set. `logit_shift`, `is_block_causal`,
-    `has_causal_context`, `scores_after_filters`, `counts_masks` and `completes_prompts` are the
-    family's. `edit_ids` are the tokens that delete and that insert a position, `forbidden_ids` are
-    never proposed; `think_ids` begin and end thinking, which is over `thinking_token_budget` tokens
-    after the prompt.
-    `logprob_token_ids` are tokens whose log probabilities are reported in place of the most likely
-    ones; `logprobs` is their number then.
-    `seed` is None until the engine draws one. `logprobs` is the number of alternatives reported
-    beside every token's log probability, or None. `ignored` names the standard fields that were
-    given and cannot act. `priority` is None where upstream's request has it, and `timeout_s` where
-    there is no timeout. `score` is set in a likelihood request; its canvas is empty then.
-    `num_answers` is the number of requests with this prompt whose parameters differ in the seed
-    alone. `guide` is the language of the answer, if it has one; `edits` are the changes of logits
-    that it asks for, if any. `suffix_ids` stand on the canvas, right behind the longest answer.
-    `num_speculative_states` is the number of states that may be drafted for a forward.
-    `has_stop_strings` says that any step's tokens may be the last ones. `fp8_attention_from` is the
-    number of positions of a sequence from which attention is fp8, where that is asked for.
+    Attributes:
+        steps: number of steps, None if it is unlimited.
+        top_k, top_p: None if the filter is off.
+        stop_ids: ids that end the answer. It is empty with `ignore_eos`, which also turns off
+            `early_stop`.
+        logit_shift, is_block_causal, has_causal_context, scores_after_filters, counts_masks,
+            completes_prompts: values of the family.
+        edit_ids: the tokens that delete and that insert a position.
+        forbidden_ids: tokens that are never proposed.
+        think_ids: the tokens that begin and end thinking.
+        thinking_token_budget: tokens after the prompt at which thinking ends.
+        seed: None until the engine draws one.
+        logprobs: number of alternatives reported with every token's log probability, or None. If
+            `logprob_token_ids` is set, it is their number.
+        logprob_token_ids: tokens whose log probabilities are reported instead of the most likely.
+        ignored: names of standard fields that were given and have no effect.
+        priority: None if upstream's request carries it.
+        timeout_s: None if there is no timeout.
+        score: set in a likelihood request, whose canvas is empty.
+        num_answers: number of requests with this prompt that differ only in the seed.
+        guide: compiled format of the answer, if it has one.
+        edits: edits of logits, if any.
+        suffix_ids: tokens on the canvas directly after the longest answer.
+        num_speculative_states: maximum number of states drafted for a forward pass.
+        has_stop_strings: whether a stop string may end the answer after any step.
+        fp8_attention_from: length in positions from which attention is fp8, if it is requested.
     """
 
     algorithm: str
@@ -103,40 +112,44 @@ class DiffusionParams(AlgorithmParams):
 
     @property
     def kept_unit(self) -> int:
-        """Positions whose exact keys and values depend on each other's tokens."""
+        """Size of the units in which exact keys and values depend on each other's tokens."""
         return 1 if self.has_causal_context else self.block_length
 
     @property
     def has_extras(self) -> bool:
-        """Whether log probabilities of candidates are wanted, whatever for."""
+        """Whether log probabilities of candidates are required, for any purpose."""
         return self.return_trajectory or self.num_logprobs is not None
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most likely tokens to look up; None where no probability is wanted."""
+        """Number of most likely tokens to look up; None if no probability is required."""
         if self.logprobs is None and self.stream_canvas:
             return 0
         return self.logprobs
 
     @property
     def never_ids(self) -> tuple[int, ...]:
-        """Token ids that no step may propose, besides the mask token."""
+        """Token ids that no step may propose, in addition to the mask token."""
         if self.logits_eos_inf and self.eos_id is not None:
             return self.eos_id, *self.forbidden_ids
         return self.forbidden_ids
 
     @property
     def has_filters(self) -> bool:
-        """Whether min_p, top_k or top_p may cut a distribution."""
+        """Whether min_p, top_k or top_p may restrict a distribution."""
         return self.min_p > 0 or self.top_k is not None or self.top_p is not None
 
     @property
     def computes_blocks(self) -> bool:
-        """Whether forwards of a block, except its first, compute nothing before the block."""
+        """Whether forward passes of a block, except its first, compute no positions before the
+        block.
+        """
         return self.cache in ("prefix", "dual")
 
     def has_fp8_attention(self, length: int) -> bool:
-        """Whether attention is fp8 in forwards of all `length` positions of a sequence."""
+        """Return whether attention is fp8 in forward passes over all `length` positions of a
+        sequence.
+        """
         return self.attention_dtype == "fp8" and length >= self.fp8_attention_from
 
     @property
@@ -146,13 +159,14 @@ class DiffusionParams(AlgorithmParams):
 
     @property
     def num_open(self) -> int:
-        """Number of canvas positions that are filled: all before a given suffix."""
+        """Number of canvas positions that are filled, which are all positions before a suffix."""
         return self.max_tokens if self.suffix_ids else self.gen_length
 
     def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
-        """Number of the newest final tokens that belong to the answer; None while it goes on.
+        """Return how many of the given tokens belong to the answer, or None if the answer
+        continues.
 
-        A stop token ends the answer and is its last token; the length limit comes second.
+        A stop token ends the answer and is its last token; the length limit is checked second.
 
         Args:
             tokens: tokens that became final.
@@ -165,9 +179,9 @@ class DiffusionParams(AlgorithmParams):
         return room if len(tokens) >= room else None
 
     def with_answers(self, num_answers: int) -> DiffusionParams:
-        """Return the parameters of a request for `num_answers` answers.
+        """Return the parameters with `num_answers`, the number of answers of the client's request.
 
-        Each answer comes to the engine as a request.
+        The engine receives each answer as a request of its own.
         """
         return dataclasses.replace(self, num_answers=num_answers)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about the served model that decisions about requests need.
+"""Facts about the served model for decisions about requests.
 
 Nothing here imports torch or upstream.
 """
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids of one checkpoint that decoding needs.
+    """Special token ids of one checkpoint.
 
     Attributes:
         mask: the mask token.
-        eos: end of sequence; None where the checkpoint has none.
-        eot: end of turn; None where the tokenizer has none.
-        stop: every id that ends an answer (eos, eot and those of generation_config.json).
+        eos: end of sequence; None if the checkpoint has none.
+        eot: end of turn; None if the tokenizer has none.
+        stop: every id that ends an answer (eos, eot and the ids of generation_config.json).
         line_ends: ids that end a line, after which adablock may end a block.
-        edit: the tokens that delete and that insert a position, in families that have them.
-        think: the tokens that begin and that end thinking, in families where it can be bounded.
-        no_think: name of the one of them that a tokenizer lacks which has the other; `think` is
-            empty then.
+        edit: the tokens that delete and insert a position, in families that have them.
+        think: the tokens that begin and end thinking, in families whose thinking can be limited.
+        no_think: name of the missing token if a tokenizer has only one of the two; `think` is empty
+            in this case.
     """
 
     mask: int
@@ -44,24 +44,24 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Facts about the served model that decisions need.
+    """Facts about the served model.
 
     Attributes:
         family: the model's family.
         ids: its special token ids.
         max_model_len: longest prompt plus canvas, in tokens.
         vocab_size: rows of the embedding; prompt ids are below it.
-        dtype: name of the model's dtype, which its logits have, too.
-        unused_defaults: parameters that generation_config.json sets and that do not act by it.
+        dtype: name of the dtype of the model and its logits.
+        unused_defaults: parameters that generation_config.json sets and that have no effect.
         default_max_tokens: max_new_tokens of generation_config.json, if given.
-        defaults: server-wide defaults under canonical names.
-        default_steps: denoise steps of a request that gives none (None: one per canvas token).
-        block_length: block length of a block-causal checkpoint's config.
-        block_unit: block lengths are multiples of it.
-        fp8_from: positions of a sequence from which its attention may be fp8.
-        cuts_steps: whether long steps are cut, so that other requests run beside them.
-        guides: compiler of answer formats; None where none can be used.
-        encode: token ids of a text, without special ones; None where there is no tokenizer.
+        defaults: server-wide defaults by canonical name.
+        default_steps: denoising steps of a request that sets none (None: one per canvas token).
+        block_length: block length in the config of a block-causal checkpoint.
+        block_unit: divisor of all allowed block lengths.
+        fp8_from: length in positions from which attention may be fp8.
+        cuts_steps: whether long steps are divided, so that other requests run in between.
+        guides: compiler of answer formats; None if formats are not supported.
+        encode: function from a text to token ids without special tokens; None without a tokenizer.
     """
 
     family: Family
@@ -82,5 +82,5 @@ class ServedModel:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether a token is read from the row before its own."""
+        """Whether the row before a token's own row predicts it."""
         return self.family.logit_shift > 0

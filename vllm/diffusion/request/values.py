@@ -20,22 +20,22 @@ class Field:
 
     Attributes:
         name: canonical name.
-        kind: int, float, bool, str; tuple: a list of token ids; list: of words; dict: numbers by
-            token id.
+        kind: int, float, bool or str; tuple: a list of token ids; list: a list of words; dict:
+            numbers by token id.
         doc: one line for users.
-        default: value of a request that gives none; None where there is none, or where it
-            depends on other values.
-        defaults: defaults by algorithm, where it has its own.
-        shifted_defaults: defaults by algorithm, for families that shift their logits (Dream).
-        default_text: default in words, where the values do not give it.
+        default: value if a request sets none; None if there is no default or if it depends on other
+            values.
+        defaults: default by algorithm, for algorithms with their own.
+        shifted_defaults: default by algorithm, in families that shift their logits (Dream).
+        default_text: description of the default if it is not a single value.
         minimum, maximum: smallest and largest accepted number.
         choices: accepted strings.
         aliases: other spellings.
         algorithms: the algorithms of full-attention families that use it.
-        block_algorithms: the algorithms of block-causal families that use it. Where both are empty,
-            all use it.
-        neutral: values without effect: harmless with algorithms that do not use it.
-        server_wide: whether it may be given as a server-wide default, too.
+        block_algorithms: the algorithms of block-causal families that use it. If both are empty,
+            all algorithms use it.
+        neutral: values without effect, which are accepted with algorithms that do not use it.
+        server_wide: whether it may also be given as a server-wide default.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Field:
     server_wide: bool = False
 
     def default_for(self, algorithm: str, *, is_shifted: bool) -> Any:
-        """Return the value in a request that gives none."""
+        """Return the value in a request that sets none."""
         default = self.defaults.get(algorithm, self.default)
         return self.shifted_defaults.get(algorithm, default) if is_shifted else default
 
     def users(self, *, is_block_causal: bool) -> tuple[str, ...]:
-        """Return the algorithms of a kind of family that use it, if not all do."""
+        """Return the algorithms of a kind of family that use the parameter; empty if all use it."""
         return self.block_algorithms if is_block_causal else self.algorithms
 
     def is_used_by(self, algorithm: str, *, is_block_causal: bool = False) -> bool:
@@ -70,7 +70,7 @@ class Field:
 
     @property
     def documented_default(self) -> str:
-        """Default in words."""
+        """The default as text for users."""
         if self.default_text:
             return self.default_text
         parts = [] if self.default is None else [as_json(self.default)]
@@ -78,7 +78,7 @@ class Field:
         return "; ".join(parts)
 
     def documented_default_for(self, algorithm: str) -> str:
-        """Return the default with one algorithm, in words."""
+        """Return the default with one algorithm, as text for users."""
         text = self.default_text or as_json(self.default_for(algorithm, is_shifted=False))
         if algorithm in self.shifted_defaults:
             text += f" ({as_json(self.shifted_defaults[algorithm])} on Dream)"
@@ -99,12 +99,14 @@ def in_words(names: Iterable[str]) -> str:
 
 
 def as_score(value: float, dtype: str) -> float:
-    """Round a threshold to the nearest score of a 16-bit dtype, as PyTorch does to compare them."""
+    """Round a threshold to the nearest value of a 16-bit dtype, as PyTorch does in comparisons."""
     if dtype == "float16":
         (rounded,) = struct.unpack("e", struct.pack("e", min(max(value, -65504.0), 65504.0)))
         return float(rounded)
     if dtype != "bfloat16":
-        return value  # scores of other dtypes are compared with it as it is
+        # Scores of other dtypes are compared with the unrounded value.
+        return value
     (bits,) = struct.unpack("I", struct.pack("f", min(max(value, -1e38), 1e38)))
-    bits += 0x7FFF + (bits >> 16 & 1)  # half of the last place, ties to even
+    # Round to nearest, ties to even.
+    bits += 0x7FFF + (bits >> 16 & 1)
     return float(struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))[0])

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Instructions of compute capability 8.0 and later by name (PTX ISA, sections on cp.async,
-// ldmatrix, movmatrix and mma). Every later card has them, too.
+// Wrappers of the instructions of compute capability 8.0 and later (PTX ISA, sections on cp.async,
+// ldmatrix, movmatrix and mma). All later cards have these instructions too.
 
 #pragma once
 
@@ -16,7 +16,7 @@ __device__ inline uint32_t shared_place(const void* address) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(address));
 }
 
-// Copies to shared memory without waiting; zeros where there is no source.
+// Starts a copy to shared memory without waiting for it; writes zeros if there is no source.
 template <int kBytes>
 __device__ inline void copy_later(uint32_t target, const void* source, bool is_there) {
   const int given = is_there ? kBytes : 0;
@@ -33,13 +33,14 @@ __device__ inline void copy_later(uint32_t target, const void* source, bool is_t
 
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kCount of the newest groups of copies are under way.
+// Waits until at most the kCount latest groups of copies are still running.
 template <int kCount>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kCount) : "memory");
 }
 
-// Four matrices of 8 rows of 16 bytes, of which the lanes name the rows in turn.
+// Loads four matrices of 8 rows of 16 bytes. Lane i passes the address of row i % 8 of matrix i /
+// 8.
 __device__ inline void load_matrices(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -56,14 +57,14 @@ __device__ inline uint4 load_vector(uint32_t source) {
   return value;
 }
 
-// A matrix [8, 8] of 16-bit numbers as it lies in the lanes of a warp, transposed.
+// Transposes a matrix [8, 8] of 16-bit numbers that is distributed over the lanes of a warp.
 __device__ inline uint32_t transposed(uint32_t pair) {
   uint32_t result;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
 
-// The four numbers of fp8 in a word (e4m3) as pairs of fp16, the first two and the others.
+// Converts the four fp8 numbers (e4m3) of a word to pairs of fp16: the first two and the last two.
 __device__ inline void widen(uint32_t word, uint32_t& lower, uint32_t& upper) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 l, u;\nmov.b32 {l, u}, %2;\n"
@@ -75,8 +76,9 @@ __device__ inline void widen(uint32_t word, uint32_t& lower, uint32_t& upper) {
 
 enum class Operands { kBFloat16, kFloat16, kFp8 };
 
-// sums [16, 8] += left [16, 32 bytes] right [8, 32 bytes]^T. Of fp8 from compute capability 8.9 on,
-// where the cards of data centres after it have instructions for fp16 alone.
+// sums [16, 8] += left [16, 32 bytes] right [8, 32 bytes]^T. fp8 requires compute capability 8.9.
+// Later data-centre cards (below 12.0) have this instruction only for fp16, so the operands are
+// widened there.
 template <Operands kOperands>
 __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0,
                                     uint32_t right1) {

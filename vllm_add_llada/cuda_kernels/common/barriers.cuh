@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers in shared memory, by name (PTX ISA, section on mbarrier).
+// Wrappers of the instructions for barriers in shared memory (PTX ISA, section on mbarrier).
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ __device__ inline void arrive(uint32_t barrier) {
                : "memory");
 }
 
-// An arrival, and bytes that will come besides.
+// Arrives at the barrier, and makes it also wait for this many bytes.
 __device__ inline void expect_bytes([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Functions of a compiled module. Names only: Python has checked the tensors and passes addresses,
-// sizes and the stream, a keyword for each member of a launch's parameters.
+// Binds the functions of a compiled module. The bindings do not check anything: Python has checked
+// the tensors, and passes addresses, sizes and the stream, with a keyword for each member of a
+// launch's parameters.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +21,8 @@ namespace native {
 
 namespace py = pybind11;
 
-// How Python gives a member: as itself, a pointer as an address, an enumerator as its number.
+// The form in which Python passes a member: a pointer as an address, an enumerator as its number,
+// anything else unchanged.
 template <typename T, typename = void>
 struct Given {
   using Type = T;
@@ -39,7 +41,7 @@ struct Given<T, std::enable_if_t<std::is_enum_v<T>>> {
   static T of(int number) { return static_cast<T>(number); }
 };
 
-// A struct as a tuple of its members, in their order.
+// A struct that Python passes as a tuple of its members, in their order.
 template <typename T, typename... Members>
 struct GivenMembers {
   using Type = std::tuple<typename Given<Members>::Type...>;
@@ -54,7 +56,7 @@ struct Given<Rows> : GivenMembers<Rows, void*, int64_t, int64_t, int64_t> {};
 template <>
 struct Given<Integers> : GivenMembers<Integers, const void*, bool> {};
 
-// A member and its keyword.
+// A member and its keyword argument.
 template <typename Params, typename Member>
 struct Field {
   const char* name;
@@ -69,7 +71,7 @@ Field<Params, Member> field(const char* name, Member Params::* member) {
 template <typename Params>
 using Launcher = cudaError_t (*)(const Params&, cudaStream_t);
 
-// Launches on `device` and leaves the caller's current device as it was.
+// Launches on `device` and restores the caller's current device.
 template <typename Params>
 void launch(const std::string& name, Launcher<Params> launcher, const Params& params, int device,
             uintptr_t stream) {
@@ -83,7 +85,7 @@ void launch(const std::string& name, Launcher<Params> launcher, const Params& pa
                            cudaGetErrorString(error));
 }
 
-// A module, and the name by which its errors call it.
+// A module and its name in error messages.
 class Module {
  public:
   Module(py::module_& module, std::string name) : module_(module), name_(std::move(name)) {
@@ -97,7 +99,8 @@ class Module {
     module_.attr(name) = static_cast<int>(value);
   }
 
-  // A function of these members (the others are zero), `device` and `stream`.
+  // Defines a function with the arguments `fields`, `device` and `stream`. All other members are
+  // zero.
   template <typename Params, typename... Members>
   void function(const char* name, Launcher<Params> launcher, Field<Params, Members>... fields) {
     module_.def(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From what is known at run time to the kernel that was compiled for it.
+// Selects the kernel that was compiled for values known only at run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +26,8 @@ cudaError_t dispatch(DataType dtype, Function function) {
   return cudaErrorInvalidValue;
 }
 
-// Calls `function` with `value` as a constant, if it is one of these: the others have no kernel.
+// Calls `function` with `value` as a compile-time constant if it is one of kValues. Other values
+// have no kernel, and give cudaErrorInvalidValue.
 template <auto... kValues, typename Value, typename Function>
 cudaError_t dispatch_value(Value value, Function function) {
   cudaError_t error = cudaErrorInvalidValue;

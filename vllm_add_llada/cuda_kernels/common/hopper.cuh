@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Hopper's instructions by name (PTX ISA, sections on mbarrier, cp.async.bulk.tensor, wgmma and
+// Wrappers of Hopper's instructions (PTX ISA, sections on mbarrier, cp.async.bulk.tensor, wgmma and
 // clusters), for kernels that feed the tensor cores through a ring of shared-memory stages.
 
 #pragma once
@@ -17,12 +17,12 @@
 
 namespace native {
 
-constexpr int kDepth = 64;  // of a stage: 128 bytes, the width of the swizzle
+constexpr int kDepth = 64;  // bf16 elements of a stage's depth: 128 bytes, the width of the swizzle
 constexpr int kRowBytes = kDepth * 2;
 constexpr int kGroupRows = 64;  // rows that a group of four warps multiplies at once
 constexpr int kGroupThreads = 128;
 constexpr int kSharedBytes = 227 * 1024;
-constexpr int kAlignment = 1024;  // of a stage: the pattern of the swizzle
+constexpr int kAlignment = 1024;  // bytes; a stage starts at a multiple of the swizzle's pattern
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // cache hints of the copy engine
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
@@ -30,7 +30,7 @@ constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Barriers that were made can be seen by the cluster and by the copy engine.
+// Makes initialised barriers visible to the cluster and to the copy engine.
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -59,19 +59,19 @@ __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int co
       : "memory");
 }
 
-// 16 bytes, by a thread.
+// Copies 16 bytes; one thread performs the copy.
 __device__ inline void copy_vector(uint32_t target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
                "l"(__cvta_generic_to_global(source))
                : "memory");
 }
 
-// Arrives at the barrier when the vectors that this thread copies have come.
+// Arrives at the barrier when all vectors that this thread copies have arrived.
 __device__ inline void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Whole 16 bytes from and to multiples of 16.
+// Copies a multiple of 16 bytes; both addresses are multiples of 16.
 __device__ inline void copy_bytes(uint32_t target, const void* source, int bytes,
                                   uint32_t barrier) {
   asm volatile(
@@ -81,7 +81,7 @@ __device__ inline void copy_bytes(uint32_t target, const void* source, int bytes
       : "memory");
 }
 
-// Asks for this block's share of some bytes, which come to the second-level cache.
+// Prefetches this block's share of some bytes into the second-level cache.
 __device__ inline void fetch_share(const void* data, int64_t bytes) {
   constexpr int64_t kPiece = 4096;
   const int64_t pieces = bytes / kPiece;
@@ -95,14 +95,15 @@ __device__ inline void fetch_share(const void* data, int64_t bytes) {
   }
 }
 
-// Rows of 128 bytes under the 128-byte swizzle, eight rows (1,024 bytes) to an atom.
+// Describes rows of 128 bytes under the 128-byte swizzle; eight rows (1,024 bytes) form an atom.
 __device__ inline uint64_t matrix_descriptor(uint32_t address) {
   return (uint64_t{(address & 0x3FFFF) >> 4}) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) |
          (uint64_t{1} << 62);
 }
 
-// d [64, N] (+)= a [64, 16] b [N, 16]^T (of fp8 32 deep, in as many bytes), by a group of four
-// warps; both operands in shared memory. A thread has N / 2 of the sums.
+// d [64, N] (+)= a [64, 16] b [N, 16]^T, computed by a group of four warps. fp8 operands are 32
+// deep, in the same number of bytes. Both operands are in shared memory. A thread holds N / 2 of
+// the sums.
 // clang-format off
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
@@ -155,9 +156,10 @@ DEFINE_MULTIPLY(96, "192", "%96", "%97", "%98")
 #undef DEFINE_MULTIPLY_OF
 #undef DEFINE_MULTIPLY
 
-// The same with a in registers, as the threads of a warp have 16 of its rows: pairs of row lane / 4
-// and of the eighth after it, at depth lane % 4 * 2, and both again 8 deeper. Transposed: b [16, N],
-// 64 of whose columns are rows of a swizzled atom, the next 64 as far behind as its descriptor says.
+// The same with `a` in registers. Of a warp's 16 rows, a thread holds row lane / 4 and the row 8
+// further: pairs at depth lane % 4 * 2 of both rows, and the same again 8 deeper. For the
+// transposed form b is [16, N]: 64 of its columns form a row of a swizzled atom, and the descriptor
+// gives the distance to the next 64 columns.
 #define DEFINE_MULTIPLY(name, count, columns, tail, a0, a1, a2, a3, b_name, flag_name)         \
   __device__ inline void name(float (&d)[count], const uint32_t (&a)[4], uint64_t b,           \
                               int accumulate) {                                               \
@@ -176,28 +178,29 @@ DEFINE_MULTIPLY(multiply_transposed, 64, "128", "1", "%64", "%65", "%66", "%67",
 #undef DEFINE_MULTIPLY
 // clang-format on
 
-// Comes before the products of a stage that threads have written, by copies of their own.
+// Must precede the products of a stage that threads wrote by their own copies.
 __device__ inline void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Comes before the first product of a stage: what the warps wrote to registers is there.
+// Must precede the first product of a stage, so that the registers written by the warps are
+// complete.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Comes after the last product of a stage, and waits for those of the stages before.
+// Must follow the last product of a stage; waits for the products of all earlier stages.
 __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// A barrier of the first `count` threads of a block, whole warps.
+// A barrier of the first `count` threads of a block; `count` is a multiple of the warp size.
 __device__ inline void sync_first(int count) {
   asm volatile("barrier.cta.sync 1, %0;" ::"r"(count) : "memory");
 }
 
-// A group of four warps waits for its own.
+// A barrier of the threads of one group of four warps.
 __device__ inline void sync_group(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
 }
 
-// Waits for all products under way, and keeps the compiler from reading the sums before.
+// Waits for all running products, and prevents the compiler from reading the sums earlier.
 template <int kCount>
 __device__ inline void settle(float (&sums)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -205,19 +208,20 @@ __device__ inline void settle(float (&sums)[kCount]) {
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
 }
 
-// Registers that products read are taken by nothing else before this.
+// Prevents the compiler from reusing registers that running products still read.
 template <int kCount>
 __device__ inline void keep(const uint32_t (&values)[kCount]) {
 #pragma unroll
   for (uint32_t value : values) asm volatile("" ::"r"(value) : "memory");
 }
 
-// Every thread of a cluster that has arrived goes on when all have, and sees what they wrote.
+// After cluster_wait(), the writes of all threads before their arrival are visible in the cluster.
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
 
-// Orders nothing: for a thread that has what it read of the others, and wrote them nothing.
+// Orders no memory accesses. For a thread that has completed its reads of other blocks' memory, and
+// has written nothing for them.
 __device__ inline void cluster_arrive_after_reads() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -243,7 +247,8 @@ __device__ inline float4 load_of_block(uint32_t address, int rank) {
   return value;
 }
 
-// Writes two numbers to the shared memory of a block of the cluster, by an address in this one's.
+// Writes two numbers to the shared memory of a block of the cluster. The address is that of the
+// same variable in this block.
 __device__ inline void store_of_block(uint32_t address, int rank, float first, float second) {
   asm volatile(
       "{\n.reg .u32 remote;\n"
@@ -266,16 +271,16 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Looked up at run time: the room does not link the driver.
+// Looks up the function at run time, because the module does not link the driver library.
 inline EncodeTiled find_encode_tiled() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   void* entry = library == nullptr ? nullptr : dlsym(library, "cuTensorMapEncodeTiled");
   return reinterpret_cast<EncodeTiled>(entry);
 }
 
-// Tiles [num_rows of the tile, kRowBytes] of a bf16 matrix, or one of bytes; what lies outside
-// reads as 0. Of every line of 128 bytes the cache may fetch the one beside it, too. Narrower rows
-// of a tile lie one after the other, without a swizzle.
+// Describes tiles [tile_rows, kRowBytes] of a matrix of bf16 or of bytes; elements outside the
+// matrix read as 0. With `in_pairs` the cache may fetch two lines of 128 bytes at a time. If
+// `tile_bytes` is smaller than kRowBytes, the rows of a tile are contiguous and not swizzled.
 inline cudaError_t describe(CUtensorMap* map, const void* matrix, int num_rows, int depth,
                             int64_t stride, int tile_rows, int element_bytes = 2,
                             bool in_pairs = true, int tile_bytes = kRowBytes) {

@@ -1,48 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Programmatic dependent launch (Hopper and later): a kernel gets onto the card while the one
-// before it in the stream ends, and waits there until that one is complete and its writes can be
-// seen. What is saved is the time from the end of a kernel to the start of the next.
+// Programmatic dependent launch (Hopper and later). A kernel is scheduled while the previous kernel
+// of the stream ends. It then waits until that kernel is complete and its writes are visible. This
+// saves the time from the end of a kernel to the start of the next one.
 //
-// As every thread waits before it touches what other kernels touch, a kernel is complete only
-// after all those before it are.
+// Every thread waits before it touches memory that other kernels use. So a kernel completes only
+// after all kernels before it.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace native {
 
-// Lets the next kernel get onto the card as soon as all blocks of this one are there.
+// Allows the next kernel to be scheduled as soon as all blocks of this one are running.
 __device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Every thread calls it, before it reads what another kernel may have written and before it writes.
+// Every thread calls this before it reads memory that another kernel may have written, and before
+// it writes.
 __device__ inline void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// For what a kernel reads first: weights come from memory while it waits. It need not be written
-// yet, as all kernels see the same second-level cache.
+// Prefetches data that a kernel reads first, so that weights arrive from memory while the kernel
+// waits. Another kernel may still write the data, because all kernels share the second-level cache.
 __device__ inline void prefetch(const void* address) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
 #endif
 }
 
-// The same to the cache of this multiprocessor.
+// Prefetches into the cache of this multiprocessor.
 __device__ inline void prefetch_near(const void* address) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(address)));
 #endif
 }
 
-// Whether the code that the current device runs has the wait: a card may also run older PTX, and
-// must not be told to start that early. All kernels of the room are compiled for the same targets.
+// Finds whether the code that runs on the current device contains the wait. A card may also run
+// older PTX, and then the kernel must not start early. All kernels of the module are compiled for
+// the same targets, so the answer is cached per device.
 template <typename Params>
 cudaError_t find_overlap(void (*kernel)(Params), bool* overlaps) {
   thread_local int known_device = -1;
@@ -61,14 +63,14 @@ cudaError_t find_overlap(void (*kernel)(Params), bool* overlaps) {
   return error;
 }
 
-// Where a kernel runs, and with what.
+// The configuration of a launch.
 struct Launch {
   dim3 blocks;
   dim3 threads;
   cudaStream_t stream;
-  bool overlaps;                // gets onto the card while the kernel before it ends
-  int shared_bytes = 0;         // dynamic shared memory
-  unsigned cluster_blocks = 1;  // of a cluster
+  bool overlaps;                // the kernel is scheduled while the previous kernel ends
+  int shared_bytes = 0;         // bytes of dynamic shared memory
+  unsigned cluster_blocks = 1;  // blocks per cluster
 };
 
 template <typename... Params>
@@ -99,7 +101,7 @@ cudaError_t launch_kernel(void (*kernel)(Params...), const Launch& launch,
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
-// Starts a kernel that waits for its prerequisites, on any card.
+// Launches a kernel that waits for its prerequisites; works on any card.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), dim3 blocks, dim3 threads, const Params& params,
                           cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What parameters of launches are made of.
+// Types that the parameters of launches consist of.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,10 +19,10 @@ struct Rows {
   int64_t inner_stride;
 };
 
-// Integers of either width.
+// An array of 32-bit or 64-bit integers.
 struct Integers {
   const void* data;
-  bool is_wide;  // int64; else int32
+  bool is_wide;  // int64 if true, else int32
 };
 
 }  // namespace native

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums and other reductions over threads, whose order depends on nothing but their number.
+// Sums and other reductions over threads. Their order depends only on the number of threads.
 #pragma once
 
 namespace native {
@@ -19,7 +19,7 @@ struct Largest {
   __device__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-// Over all lanes of a warp; each has the result.
+// Reduces over all lanes of a warp; every lane receives the result.
 template <typename T, typename Combine>
 __device__ T over_warp(T value, Combine combine) {
 #pragma unroll
@@ -29,7 +29,8 @@ __device__ T over_warp(T value, Combine combine) {
   return value;
 }
 
-// Over `num_lanes` lanes side by side, a power of two; every lane of the warp takes part.
+// Reduces over `num_lanes` neighbouring lanes, a power of two. Every lane of the warp must take
+// part.
 template <typename T, typename Count, typename Combine>
 __device__ T over_lanes(T value, Count num_lanes, Combine combine) {
   for (int distance = num_lanes / 2; distance > 0; distance /= 2) {
@@ -38,7 +39,7 @@ __device__ T over_lanes(T value, Count num_lanes, Combine combine) {
   return value;
 }
 
-// The sum over the lanes of a warp up to this one.
+// The sum over the lanes of a warp up to and including this one.
 template <typename T>
 __device__ T sum_upto_lane(T value) {
   const int lane = threadIdx.x % 32;
@@ -50,7 +51,8 @@ __device__ T sum_upto_lane(T value) {
   return value;
 }
 
-// Over what the warps of a block have left in `of_warps`, sums or what is not negative.
+// Reduces the values of a block's warps in `of_warps`. Missing warps count as 0, so the values must
+// be summed or non-negative.
 template <typename T, typename Combine>
 __device__ T over_warps(const T (&of_warps)[32], Combine combine) {
   const int lane = threadIdx.x % 32;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A ring of stages in shared memory, through which the copy engine feeds the tensor cores: in each
-// stage a tile of the weight and then one of x, both kDepth deep. Two barriers a stage say that it
-// is full (its bytes have come) and that it is empty (its products are computed).
+// A ring of stages in shared memory, through which the copy engine feeds the tensor cores. Each
+// stage holds a tile of the weight and a tile of x, both kDepth deep. Each stage has two barriers:
+// `full` (its bytes have arrived) and `empty` (its products are computed).
 
 #pragma once
 
@@ -12,17 +12,17 @@ namespace native {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// The first address of dynamic shared memory that a stage may have.
+// The first address in dynamic shared memory at which a stage may start.
 __device__ inline uint32_t first_stage(const char* shared) {
   return (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Sizes that a launch decides.
+// Sizes that are chosen at launch.
 struct RingSizes {
   int stage_bytes, num_stages, weight_bytes;
 };
 
-// `Sizes` has the members of RingSizes, or constants of these names.
+// `Sizes` has the members of RingSizes, or constants of the same names.
 template <typename Sizes = RingSizes>
 struct Ring {
   uint32_t stages, barriers;
@@ -33,8 +33,9 @@ struct Ring {
   __device__ uint32_t full(int stage) const { return barriers + stage * 16; }
   __device__ uint32_t empty(int stage) const { return barriers + stage * 16 + 8; }
 
-  // By one thread: a stage is full after arrivals of `num_producers` (and their bytes), and empty
-  // after those of `num_consumers` warps. To be followed by a barrier of the block.
+  // Initialises the barriers; called by one thread. A stage is full after `num_producers` arrivals
+  // (and their bytes), and empty after arrivals of `num_consumers` warps. A barrier of the block
+  // must follow.
   __device__ void open(const CUtensorMap* x_map, const CUtensorMap* weight_map, int num_producers,
                        int num_consumers) const {
     prefetch_map(weight_map);
@@ -56,9 +57,9 @@ struct Position {
   }
 };
 
-// A group of four warps goes through `num_steps` stages, of which `multiply(stage, accumulate)`
-// begins the products. A stage is given back when those of the next are enqueued. Returns the
-// last one, whose products are under way and which is not given back yet.
+// A group of four warps goes through `num_steps` stages; `multiply(stage, accumulate)` starts the
+// products of a stage. A stage is released when the products of the next stage are enqueued.
+// Returns the last stage, whose products are still running and which is not released yet.
 template <typename Sizes, typename Multiply>
 __device__ int consume(const Ring<Sizes>& ring, Position& at, int num_steps, Multiply multiply) {
   int last = 0;

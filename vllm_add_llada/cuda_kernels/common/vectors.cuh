@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Conversion, vectors of 16 bytes, and addresses of rows.
+// Conversions, vectors of 16 bytes, and addresses of rows.
 #pragma once
 
 #include <climits>
@@ -28,7 +28,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
   return __float2bfloat16_rn(value);
 }
 
-// Two neighbours of a 16-bit dtype in one register.
+// Two neighbouring elements of a 16-bit dtype in one register.
 template <typename T>
 __device__ float2 pair_to_floats(unsigned word);
 template <>
@@ -52,7 +52,7 @@ __device__ inline unsigned pair_from_floats<__nv_bfloat16>(float first, float se
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// Neighbours in memory as they are loaded and kept: whole registers, or a single element.
+// Neighbouring elements as they are loaded and kept: in whole registers, or a single element.
 template <typename T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Vector {
   unsigned words[sizeof(T) * kWidth / 4];
@@ -96,9 +96,10 @@ __device__ Vector<T, kWidth> from_floats(const float (&values)[kWidth]) {
   return vector;
 }
 
-// Arithmetic in the model dtype, each result rounded to it: never contracted, so the bits are those
-// of the separate operations. (For 16-bit dtypes the product is exact in fp32, and so is every sum
-// whose rounding it could change; so these are also the bits of fp32 arithmetic rounded after it.)
+// Arithmetic in the model dtype. Each result is rounded to that dtype and operations are never
+// contracted, so the bits are those of separate operations. (For 16-bit dtypes the product is exact
+// in fp32, and so is every sum whose rounding it could change. So these are also the bits of fp32
+// arithmetic that is rounded at the end.)
 template <typename T>
 __device__ T product_of(T a, T b) {
   return from_float<T>(__fmul_rn(to_float(a), to_float(b)));
@@ -108,7 +109,7 @@ __device__ T sum_of(T a, T b) {
   return from_float<T>(__fadd_rn(to_float(a), to_float(b)));
 }
 
-// What packed instructions take.
+// The type that packed instructions use.
 template <typename T>
 struct Pair {
   using Type = T;
@@ -174,7 +175,7 @@ __device__ Vector<T, kWidth> negated(const Vector<T, kWidth>& vector) {
   }
 }
 
-// The elements times a number in fp32, then rounded.
+// Multiplies the elements by a number in fp32, then rounds them.
 template <typename T, int kWidth>
 __device__ Vector<T, kWidth> scaled(const Vector<T, kWidth>& vector, float scale) {
   float values[kWidth];
@@ -206,7 +207,7 @@ __device__ void store_vector(T* target, const Vector<T, kWidth>& vector) {
 
 template <int kWidth, typename T>
 __device__ void load(const T* source, float (&values)[kWidth]) {
-  // At most 16 bytes a load: fp32 tables beside 16-bit activations take two.
+  // At most 16 bytes per load: with 16-bit activations, fp32 tables take two loads.
   constexpr int kStep = kWidth * sizeof(T) <= 16 ? kWidth : 16 / sizeof(T);
 #pragma unroll
   for (int first = 0; first < kWidth; first += kStep) {
@@ -241,8 +242,8 @@ bool has_aligned_rows(const Rows& rows) {
          rows.inner_stride % kVectorWidth<T> == 0;
 }
 
-// One block for each of `num_rows` and each `num_threads` of its `num_items`; empty where a grid
-// cannot hold that many.
+// A grid with one block per row and per `num_threads` of the row's `num_items`. Returns an empty
+// grid if a grid cannot hold this many blocks.
 inline dim3 row_grid(int64_t num_rows, int64_t num_items, int num_threads) {
   const int64_t blocks = (num_items - 1) / num_threads + 1;
   if (num_rows > INT_MAX || blocks > 65535) return dim3(0, 0);

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused operations of a transformer layer.
 
-Row-wise operations take one launch each; products of few rows run in one kernel with what follows
-them, in bf16, fp8 (`QuantisedRows`) or 4 bits (`Packed`).
+Row-wise operations take one launch each. Products of few rows run in one kernel with the operation
+that follows them, in bf16, fp8 (`QuantisedRows`) or 4 bits (`Packed`).
 
-Importing never fails: without the compiled module (`is_built`) everything runs in PyTorch, except
-attention and the operations on experts and 4-bit weights, which report whether they can run
-(`has_attention`, `has_router`, `has_grouped_gemm`, `has_packed_linear`).
+The import never fails. Without the compiled module (see `is_built`) everything runs in PyTorch,
+except attention and the operations on experts and 4-bit weights. For these, `has_attention`,
+`has_router`, `has_grouped_gemm` and `has_packed_linear` report whether they can run.
 """
 
 from ._attention import ATTENTION_PAGE, Attended, attention, has_attention

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed sequences to keys that may lie in pages.
+"""Attention of packed sequences to keys that may be stored in pages.
 
-There is no reference here: ask `has_attention` first.
+There is no reference in this module: call `has_attention` first.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._support import check_vector, hopper_multiprocessors, launch, native, rows_of
 
-ATTENTION_PAGE = 64  # keys
+ATTENTION_PAGE = 64  # keys per page
 
 
 class Attended(NamedTuple):
@@ -20,10 +20,12 @@ class Attended(NamedTuple):
 
     Attributes:
         query_ends: [S + 1], 0 and then the end of each sequence's query rows.
-        key_starts: [S or more], the first key of each sequence: a row, or by the table of pages.
-        key_counts: [S], keys of each sequence, from its first.
-        block_lengths: [S], keys of a block, up to whose end a query reads; 0 where it reads all.
-        firsts: [S], the key beside the first query.
+        key_starts: [S or more], the first key of each sequence: a row of the keys, or with
+            `page_rows` a position in the pages.
+        key_counts: [S], number of keys of each sequence.
+        block_lengths: [S], keys per block; a query reads up to the end of its own block. 0: it
+            reads all keys.
+        firsts: [S], position of the first query among the keys.
         page_rows: [E], the first row of each page of `ATTENTION_PAGE` keys.
     """
 
@@ -36,7 +38,7 @@ class Attended(NamedTuple):
 
 
 def has_attention(heads: Tensor, num_sequences: int) -> bool:
-    """Whether `attention` has a kernel for such heads [R, H, hd] and this many sequences."""
+    """Whether `attention` has a kernel for heads [R, H, hd] like these and this many sequences."""
     if native is None or not heads.is_cuda or hopper_multiprocessors(heads.device.index) == 0:
         return False
     is_taken = heads.dtype == torch.bfloat16 and heads.shape[2] == native.ATTENTION_WIDTH
@@ -50,21 +52,21 @@ def attention(
     attended: Attended,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
+    """Compute softmax(q k^T / sqrt(hd)) v of every sequence, with sums and statistics in fp32.
 
-    Launches depend on shapes alone. Fast where sequences have, together, at least as many tiles of
-    128 rows (of queries times the query heads of a head of the keys) as the card has
-    multiprocessors.
+    Launches depend on shapes alone. The kernel is fast if all sequences together have at least as
+    many tiles as the card has multiprocessors. A tile is 128 rows of queries times the query heads
+    that share a KV head.
 
     Args:
         q: [R, H, hd] bf16, hd = 128; rows and heads may be strided.
         k, v: [N, KV, hd] bf16; rows may be strided. Query head h reads key/value head
             h // (H / KV).
-        attended: the sequences; their queries tile the R rows. Values are not checked.
+        attended: the sequences; their queries together cover the R rows. Values are not checked.
         out: [R, H, hd] bf16, contiguous; allocated when not given.
 
     Returns:
-        [R, H, hd], contiguous; zeros where a sequence has no keys.
+        [R, H, hd], contiguous; zeros for sequences without keys.
 
     Raises:
         ValueError: There is no kernel for these tensors (`has_attention`), or an argument is not as

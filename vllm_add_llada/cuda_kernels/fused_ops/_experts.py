@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router of a mixture of experts, for few rows, and the experts' products.
 
-Unlike the other operations they have no reference here: ask `has_router` and `has_grouped_gemm`.
+Unlike the other operations these have no reference in this module: call `has_router` and
+`has_grouped_gemm` first.
 """
 
 import torch
@@ -16,9 +17,9 @@ from ._support import (
     native,
 )
 
-_DEPTH_BYTES = 128  # of one step of the sum
+_DEPTH_BYTES = 128  # bytes of the depth per step of the sum
 _ROUTED_EXPERTS = (64, 128)
-_COLUMNS = 16  # of a matrix: eights of gates and of ups
+_COLUMNS = 16  # The columns of a matrix are a multiple of this: eight gates and eight ups.
 
 
 def has_router(x: Tensor, gate: Tensor) -> bool:
@@ -48,25 +49,25 @@ def route_rows(
     scale: float = 1.0,
     in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logits ``x @ gate.T``, choose experts and order the rows, in one launch.
+    """Compute logits ``x @ gate.T``, choose experts and sort the rows by expert, in one launch.
 
-    The choice is by fp32 scores, by default a softmax over all experts; ties go to the lowest one.
+    The choice uses fp32 scores, by default a softmax over all experts; ties go to the lowest.
 
     Args:
         x: [R, D] bf16.
-        gate: [E, D] bf16. The kernel before in the stream must write neither it nor the bias.
+        gate: [E, D] bf16. The previous kernel of the stream must write neither gate nor bias.
         num_chosen: k, from 1 to E.
         bias: fp32 [E], added to the scores for the choice only.
         is_sigmoid: whether the score of an expert is the sigmoid of its logit.
-        num_groups, num_kept_groups: experts lie in groups of equal size, at most 32, one after the
-            other; only those of the groups whose two best have the largest sums can be chosen.
+        num_groups, num_kept_groups: consecutive experts form at most 32 groups of equal size. Only
+            the `num_kept_groups` with the largest sums of their two best scores can be chosen.
         is_normalised: whether the weights of a row are divided by their sum.
-        scale: factor of the weights, after that.
+        scale: factor of the weights, applied last.
         in_fp32: whether logits stay unrounded and weights are fp32.
 
     Returns:
-        weights: [R, k] bf16 or fp32, the scores of a row's experts in ascending order.
-        slots: int32 [R * k]: row * k + place among the row's experts, sorted by expert, then row.
+        weights: [R, k] bf16 or fp32, the scores of a row's experts, in ascending order of experts.
+        slots: int32 [R * k]: row * k + index among the row's experts, sorted by expert, then row.
         ends: int32 [E], the end of each expert's part of ``slots``.
 
     Raises:
@@ -130,7 +131,7 @@ def _check_route(
 
 
 def has_grouped_gemm(x: Tensor | QuantisedRows, weight: Tensor) -> bool:
-    """Whether `gated_gemm` and `weighted_gemm` take rows x [S, D] and matrices [E, N, D]."""
+    """Whether `gated_gemm` and `weighted_gemm` support rows x [S, D] and matrices [E, N, D]."""
     values, dtype = (x.values, FP8) if isinstance(x, QuantisedRows) else (x, torch.bfloat16)
     if native is None or not len(weight) or not feeds_tensor_cores(values, weight[0], dtype=dtype):
         return False
@@ -155,13 +156,13 @@ def gated_gemm(
     """Compute silu(gate) * up of the products of gathered rows with their groups' matrices.
 
     Args:
-        x: [R, D] bf16, where rows may be strided, or fp8 with scales.
-        slots: int32 [S]: row * k + any place below k, sorted by group. Not checked.
+        x: [R, D] bf16 with rows that may be strided, or fp8 with scales.
+        slots: int32 [S]: row * k + any index below k, sorted by group. Not checked.
         num_chosen: k.
         weight: [E, 2I, D] of the dtype of x, the gate's rows first.
-        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
-        weight_scales: [E, 2I] fp32 of an fp8 weight, factors of its products, as are the scales of
-            x, before they are rounded.
+        ends: int32 [E], the end of each group's rows: non-decreasing, the last one S. Not checked.
+        weight_scales: [E, 2I] fp32, for an fp8 weight. Products are multiplied by these and by the
+            scales of x before they are rounded.
 
     Returns:
         [S, I] bf16, in the order of ``slots``: both products are rounded, then silu, and then
@@ -176,8 +177,8 @@ def gated_gemm(
     num_slots = len(values) * num_chosen
     check_vector(name, "slots", slots, (torch.int32,), (num_slots,), values.device)
     out = values.new_empty(num_slots, weight.shape[1] // 2, dtype=torch.bfloat16)
-    given = values, scales, weight, weight_scales
-    _launch_groups(given, ends, slots, None, out, num_chosen=num_chosen)
+    operands = values, scales, weight, weight_scales
+    _launch_groups(operands, ends, slots, None, out, num_chosen=num_chosen)
     return out
 
 
@@ -192,18 +193,19 @@ def weighted_gemm(
     early: bool = False,
     weight_scales: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each group of rows by its own matrix, transposed, into weighted terms in slots.
+    """Multiply each group of rows by its own transposed matrix, and write weighted terms by slot.
 
     Args:
-        x: [S, D] bf16, where rows may be strided, or fp8 with scales; the rows of group 0 first.
+        x: [S, D] bf16 with rows that may be strided, or fp8 with scales; the rows of group 0 first.
         weight: [E, N, D] of the dtype of x, a matrix for each group.
-        ends: int32 [E], the end of each group's rows: never falling, the last one S. Not checked.
+        ends: int32 [E], the end of each group's rows: non-decreasing, the last one S. Not checked.
         slots: int32 [S], a permutation of the slots. Not checked.
         weights: [R, k] bf16, R * k = S, contiguous.
-        is_weighted: whether products are weighted; else the weights, bf16 or fp32, give only the
-            shape.
-        early: let the kernel read `ends` and start to fetch `weight` while the one before it in the
-            stream ends: only where that kernel writes neither, and starts when `ends` is written.
+        is_weighted: whether products are weighted; if not, only the shape of the weights, bf16 or
+            fp32, is used.
+        early: allow the kernel to read `ends` and fetch `weight` while the previous kernel of the
+            stream ends. Requires that this kernel writes neither of them, and starts only after
+            `ends` is written.
         weight_scales: [E, N] fp32 of an fp8 weight, as for `gated_gemm`.
 
     Returns:
@@ -224,8 +226,8 @@ def weighted_gemm(
             f"{name}: weights must be [R, k] with R * k = {num_rows}, got {list(weights.shape)}"
         )
     out = values.new_empty(*weights.shape, weight.shape[1], dtype=torch.bfloat16)
-    given = values, x_scales, weight, weight_scales
-    _launch_groups(given, ends, slots, weights if is_weighted else None, out, is_early=early)
+    operands = values, x_scales, weight, weight_scales
+    _launch_groups(operands, ends, slots, weights if is_weighted else None, out, is_early=early)
     return out
 
 
@@ -236,7 +238,7 @@ def _check_groups(
     ends: Tensor,
     weight_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments; return the numbers of x, and their scales."""
+    """Check the arguments; return the values of x and their scales."""
     values, scales = x[:2] if isinstance(x, QuantisedRows) else (x, None)
     if not has_grouped_gemm(x, weight):
         raise ValueError(
@@ -254,7 +256,7 @@ def _check_groups(
 
 
 def _launch_groups(
-    given: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    operands: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     ends: Tensor,
     slots: Tensor,
     scales: Tensor | None,
@@ -270,7 +272,7 @@ def _launch_groups(
     if out.numel() == 0:
         return
     assert native is not None
-    x, x_scales, weight, weight_scales = given
+    x, x_scales, weight, weight_scales = operands
     launch(
         native.grouped_gemm,
         x,

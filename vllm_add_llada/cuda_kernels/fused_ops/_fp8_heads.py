@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of rotated heads, and of values, as fp8: what may be asked, and who makes them."""
+"""fp8 copies of rotated heads and of values: their arguments, and the choice of who makes them."""
 
 from typing import Any, NamedTuple
 
@@ -13,15 +13,17 @@ NO_COPIES = (NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, 0, 0)
 
 
 class Fp8Heads(NamedTuple):
-    """Copies of heads as fp8 (e4m3): each number over its scale, rounded; beyond 448 it is 448.
+    """Copies of heads as fp8 (e4m3): numbers divided by their scale, rounded, and clipped to 448.
 
     Attributes:
         q: [T, H, hd] fp8, written; leading strides are free, hd is contiguous. None: no copy.
-        k: [T, KV, hd] fp8, likewise, of the keys minus `mean`.
-        v: [T, KV, hd] fp8, likewise, of `values`; given with `k`.
-        values: [T, KV, hd], the values, strided likewise.
+        k: [T, KV, hd] fp8, written, with the same strides allowed: the keys minus `mean`.
+        v: [T, KV, hd] fp8, written, with the same strides allowed: copies of `values`. Given if
+            `k` is.
+        values: [T, KV, hd], the values, with the same strides allowed.
         mean: [KV, hd] fp32.
-        scales: [3 or more] fp32, powers of two: the first are of queries, keys and values.
+        scales: [3 or more] fp32, powers of two; the first three belong to queries,
+            keys and values.
     """
 
     q: Tensor | None
@@ -33,7 +35,7 @@ class Fp8Heads(NamedTuple):
 
 
 def quantise_heads(q: Tensor, k: Tensor, fp8: Fp8Heads) -> None:
-    """Copy rotated heads, and values, as fp8."""
+    """Copy rotated heads and values to fp8 in PyTorch."""
     parts = ((fp8.q, q), (fp8.k, k), (fp8.v, fp8.values))
     for (out, heads), scale in zip(parts, fp8.scales[:3], strict=True):
         if out is not None and heads is not None:
@@ -42,9 +44,9 @@ def quantise_heads(q: Tensor, k: Tensor, fp8: Fp8Heads) -> None:
 
 
 def made_in_launch(name: str, q: Tensor, k: Tensor, cos: Tensor, fp8: Fp8Heads) -> Fp8Heads | None:
-    """Check the copies; return them if the rotation's launch makes them, else None.
+    """Check the copies; return them if the rotation's launch can make them, else None.
 
-    It does where its threads have all channels of all heads, in whole vectors.
+    The launch can make them if its threads cover all channels of all heads in whole vectors.
     """
     _check(name, q, k, fp8)
     is_bf16 = has_kernel(q) and q.dtype == torch.bfloat16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products fused with what follows them: of few rows, and gated ones."""
+"""Products fused with the operation that follows them: products of few rows, and gated ones."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -17,27 +17,37 @@ class Epilogue(Enum):
 
     STORE = "store"  # out = x W^T + b
     RESIDUAL = "residual"  # out += x W^T + b, rounded once
-    SILU_MUL = "silu_mul"  # out = silu(g) * u, where x W^T is g and u side by side
+    SILU_MUL = "silu_mul"  # out = silu(g) * u, where x W^T consists of g and then u
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Tile of one block of the kernel, or of a cluster of blocks that share the depth.
 
-    Kernels exist: for at most 64 rows with 96 columns, or 32 split in two, for at most 128 rows
-    with 96 split in two, for at most 192 rows with 64 split in two; for SILU_MUL with 96 columns
-    for at most 64 rows, with 192 for at most 128, or in tiles of 128 or 256 rows. For fp8: 64
-    columns for at most 256 rows, 96 not split also for 129 to 256, 96 split in two and 192 for 64,
-    and tiles of 128 or 256 rows.
+    These kernels exist in bf16:
+
+    - 96 columns, or 32 split in two, for at most 64 rows
+    - 96 columns split in two, for at most 128 rows
+    - 64 columns split in two, for at most 192 rows
+    - for SILU_MUL: 96 columns for at most 64 rows, 192 for at most 128 rows, or tiles of 128 or 256
+      rows
+
+    In fp8:
+
+    - 64 columns for at most 256 rows
+    - 96 columns, not split, also for 129 to 256 rows
+    - 96 columns split in two, and 192 columns, for at most 64 rows
+    - tiles of 128 or 256 rows
     """
 
-    columns: int  # rows of the weight; of a gated product half of them from each part
-    split: int = 1  # blocks of the cluster
-    rows: int = 0  # of x; 0: all there are, which are few
+    columns: int  # rows of the weight; a gated product takes half of them from each part
+    split: int = 1  # blocks per cluster
+    rows: int = 0  # rows of x; 0: all rows, which must be few
 
 
-# The kernel for every card from compute capability 8.0 on, in bf16, fp16, from 8.9 on fp8, or with
-# 4-bit numbers; of any number of rows, but meant for few. N must be a multiple of 16.
+# The kernel for all cards of compute capability 8.0 and later, in bf16, fp16 or 4-bit numbers, and
+# from 8.9 on in fp8. It supports any number of rows, but is meant for few. N must be a multiple of
+# 16.
 PORTABLE = Tiling(columns=128, split=0)
 
 
@@ -57,28 +67,29 @@ def fused_linear(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> Tensor:
-    """Compute x W^T fused with what follows it, in bf16 on a card of compute capability 9.0.
+    """Compute x W^T fused with the operation that follows it.
 
-    With `PORTABLE` it is computed in bf16 or fp16 on any card from 8.0 on.
+    Tilings run in bf16 on a card of compute capability 9.0. With `PORTABLE` the product runs in
+    bf16 or fp16 on any card from 8.0 on.
 
-    Sums are fp32, in an order that depends neither on the number of rows (of those a tiling serves)
-    nor on the other rows. Without a tiling, and wherever there is no kernel for the tensors (see
-    `has_fused_linear`), PyTorch computes the product.
+    Sums are fp32. For a given tiling their order depends neither on the number of rows nor on the
+    other rows. Without a tiling, or if there is no kernel for the tensors (see `has_fused_linear`),
+    PyTorch computes the product.
 
     Args:
         x: [R, D]; rows may be strided.
         weight: [N, D], of the dtype of x; rows may be strided.
-        out: [R, N], or [R, N / 2] for SILU_MUL; rows may be strided. Allocated when not given; for
-            RESIDUAL it must be.
+        out: [R, N], or [R, N / 2] for SILU_MUL; rows may be strided. Allocated when not given;
+            required for RESIDUAL.
         tiling: tiling of the kernel. Its columns must divide N (except for tiles of rows), and its
-            split times 64 the depth.
+            split times 64 must divide the depth.
         bias: [N]; not with SILU_MUL.
         epilogue: operation on the product before it is written. For SILU_MUL both halves, silu and
-            the result are rounded as they would be one by one.
-        early: let the kernel start to read the weight while the one before it in the stream ends:
-            only where that kernel does not write the weight. Not with `PORTABLE`.
-        ahead: contiguous; data that the next kernel reads first, which this one brings to the cache
-            once all of the weight is on its way. Not by tiles of rows, nor with `PORTABLE`.
+            the result are rounded as separate operations would round them.
+        early: allow the kernel to read the weight while the previous kernel of the stream ends.
+            Requires that this kernel does not write the weight. Not with `PORTABLE`.
+        ahead: contiguous; data that the next kernel reads first. This kernel fetches it into the
+            cache once all of the weight has been requested. Not with tiles of rows or `PORTABLE`.
 
     Returns:
         `out`, or a new tensor.
@@ -110,7 +121,7 @@ def launch_linear(
     ahead: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Enqueue the kernel on checked tensors; fp8 ones with the `scales` of x and of the weight."""
+    """Enqueue the kernel on checked tensors; `scales` are those of fp8 x and weight."""
     assert native is not None
     if tiling == PORTABLE:
         number = getattr(native, epilogue.name)
@@ -156,13 +167,13 @@ def _reference(
 
 
 def gated(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute silu(gate) * up, given gate and up side by side."""
+    """Compute silu(gate) * up from a tensor that holds the gate and then the up half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.mul(silu(gate), up, out=out)
 
 
 def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -> bool:
-    """Whether the kernel reads these tensors, and writes rows that lie as those of `out`."""
+    """Whether the kernel can read these tensors, and write rows with the strides of `out`."""
     if len(x) == 0:
         return False
     if tiling == PORTABLE:
@@ -171,7 +182,7 @@ def _has_kernel(x: Tensor, weight: Tensor, out: Tensor | None, tiling: Tiling) -
         return False
     if out is None:
         return True
-    if tiling.rows > 0:  # eight elements at once, else two
+    if tiling.rows > 0:  # Tiles of rows write eight elements at once; other tilings write two.
         return feeds_tensor_cores(out)
     return takes_pairs(out)
 
@@ -185,7 +196,7 @@ def _check(
     _check_like(op, "weight", weight, x, (-1, x.shape[1]))
     if gated and (len(weight) % 2 != 0 or bias is not None):
         raise ValueError(
-            f"{op}: SILU_MUL wants a weight of two equal halves and no bias, "
+            f"{op}: SILU_MUL requires a weight of two equal halves and no bias, "
             f"got {list(weight.shape)} and {'a' if bias is not None else 'no'} bias"
         )
     if bias is not None:

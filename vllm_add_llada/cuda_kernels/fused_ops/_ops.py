@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise operations: check the arguments, then launch the kernel or run the reference."""
+"""Row-wise operations: they check the arguments, then launch the kernel or run the reference."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ from .reference import Kept
 
 
 def is_built() -> bool:
-    """Whether the compiled module is there; without it CUDA tensors run the reference."""
+    """Whether the compiled module is available; without it CUDA tensors run the reference."""
     return native is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Apply RMSNorm (Zhang, Sennrich, arXiv:1910.07467) to each row.
 
-    Statistics in fp32; the normalised row is cast to the model dtype and only then multiplied by
+    Statistics are fp32. The normalised row is cast to the model dtype before it is multiplied by
     the weight, as in the public code of LLaDA and Dream.
 
     Args:
@@ -70,14 +70,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write the tables of `apply_rotary`: cos and sin of the angles, twice side by side.
+    """Write the tables of `apply_rotary`: cos and sin of the angles, each repeated in both halves.
 
     An angle is position * inverse frequency. The position and the angle are rounded to fp32, and so
     are cos and sin before they are cast.
 
     Args:
         positions: [T] int32 or int64.
-        inverse_frequencies: [rd/2] fp32, radians a position.
+        inverse_frequencies: [rd/2] fp32, radians per position.
         cos: [T, rd] bf16, fp16 or fp32, rd even; rows may be strided; written.
         sin: Like ``cos``.
 
@@ -124,19 +124,20 @@ def apply_rotary(
     """Apply the rotary embedding (Su et al., arXiv:2104.09864), half-split form, in place.
 
     ``u' = u * cos + concat(-u[rd/2:], u[:rd/2]) * sin`` on the first rd channels of every head; the
-    others stay. With fp32 tables the arithmetic is fp32 and the result rounded once (LLaDA);
-    with tables in the model dtype every product and the sum are rounded to it (Dream).
+    other channels are unchanged. With fp32 tables the arithmetic is fp32 and the result is rounded
+    once (LLaDA). With tables in the model dtype every product and the sum are rounded to it
+    (Dream).
 
     Args:
         q: [T, H, hd] bf16, fp16 or fp32; leading strides are free, hd is contiguous. Either of q
             and k may be absent.
-        k: [T, KV, hd], likewise.
+        k: [T, KV, hd], with the same strides allowed.
         cos: [T, rd], rd even and at most hd, fp32 or the dtype of q; rows may be strided.
         sin: Like ``cos``.
-        kept: Caches in which the rotated keys, and values, are also stored as by
-            `store_keys_values`, in the same launch if rd = hd.
-        fp8: copies of the rotated heads, and of values, in fp8; in the same launch likewise, for
-            bf16 rows that start on 16 bytes.
+        kept: Caches in which the rotated keys and the values are also stored, as by
+            `store_keys_values`; in the same launch if rd = hd.
+        fp8: Copies of the rotated heads and of the values in fp8; in the same launch if rd = hd
+            and the tensors are bf16 rows that start on 16 bytes.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -168,12 +169,12 @@ def norm_rotary(
 ) -> None:
     """Apply `rms_norm` to every head of q and k, then `apply_rotary`, in place, in one pass.
 
-    The rounding is that of the two operations one after the other.
+    The results are rounded as by the two separate operations.
 
     Args:
-        q, k, cos, sin, kept, fp8: As for `apply_rotary`; kept in the same launch.
+        q, k, cos, sin, kept, fp8: As for `apply_rotary`; `kept` is in the same launch for any rd.
         q_weight: [hd] of the dtype of q, the gains of every head of q.
-        k_weight: [hd], likewise of k.
+        k_weight: [hd] of the dtype of q, the gains of every head of k.
         eps: Added to the mean square of a head.
 
     Raises:
@@ -205,7 +206,7 @@ def norm_rotary(
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute the gate of a gated MLP ("SwiGLU", Shazeer, arXiv:2002.05202): ``silu(gate) * up``.
 
-    silu is rounded to the model dtype before the product, as separate operations would.
+    silu is rounded to the model dtype before the product, as by separate operations.
 
     Args:
         gate_up: [R, 2M] bf16, fp16 or fp32, gate first; rows may be strided.
@@ -244,15 +245,15 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 def store_keys_values(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """Set ``k_cache[slots[r]] = k[r]``, and likewise v, for every row r, in one launch.
+    """Set ``k_cache[slots[r]] = k[r]``, and the same for v, for every row r, in one launch.
 
-    Rows whose slot is not in 0..N-1 are skipped; -1 marks padding. If two rows have one slot,
+    Rows whose slot is not in 0..N-1 are skipped; -1 marks padding. If two rows have the same slot,
     either may be stored.
 
     Args:
         k: [R, KV, hd] bf16, fp16 or fp32; leading strides are free, hd is contiguous.
         v: Like ``k``.
-        k_cache: [N, KV, hd] of the same dtype, strided likewise; written.
+        k_cache: [N, KV, hd] of the same dtype, with the same strides allowed; written.
         v_cache: Like ``k_cache``.
         slots: [R] int32 or int64.
 
@@ -283,7 +284,7 @@ def store_keys_values(
 
 
 def _present(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, no heads in place of those that are absent."""
+    """Return queries and keys, with a tensor of no heads in place of an absent one."""
     present = k if q is None else q
     if present is None:
         raise ValueError("q, k: wanted at least one of them, got None for both")

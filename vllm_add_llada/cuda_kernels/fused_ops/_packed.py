@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of 4-bit numbers, or fp8, in groups: their packing, and unpacking.
+"""Matrices of 4-bit or fp8 numbers in groups: packing and unpacking.
 
-Neighbours along the depth form groups with a scale, and maybe a zero point, of their own. Two
-numbers lie in a byte, the first in its low half: in their order, or, where the depth is made of
-strips of 128, each strip in the order in which a kernel for tensor cores takes its numbers
-(`STRIP`).
+Consecutive numbers along the depth form groups, each with a scale and possibly a zero point. A byte
+holds two numbers, the first in its low half. If the depth is a multiple of 128, each strip of 128
+numbers is stored in the order in which a kernel for tensor cores reads them (`STRIP`). Otherwise
+the numbers are stored in their natural order.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from ._support import has_kernel, launch, native
 
 _FP8 = torch.float8_e4m3fn
 
-# Which numbers follow each other in a strip. The four threads that hold a row of a tensor core's
-# operand have 16 bytes of it each, four words of 32 bits; a word has what the thread needs for 32
-# of the depth, and its numbers i and i + 4 are neighbours there.
+# The order of the numbers in a strip. Four threads hold a row of a tensor core's operand, and each
+# has 16 bytes of the strip, which are four words of 32 bits. A word holds the numbers that the
+# thread needs for 32 of the depth. Numbers i and i + 4 of a word are neighbours along the depth.
 STRIP = tuple(
     32 * word + 8 * i + 2 * thread + neighbour
     for thread in range(4)
@@ -32,10 +32,11 @@ class Packed(NamedTuple):
     """A matrix [N, K] of numbers q in groups of G along K.
 
     Attributes:
-        values: uint8 [N, K / 2], packed numbers of 4 bits; or fp8 (e4m3) [N, K], which stand for q
-            * scale.
+        values: uint8 [N, K / 2], packed 4-bit numbers; or fp8 (e4m3) [N, K], which represent
+            q * scale.
         scales: fp32 [N, K / G].
-        zeros: uint8 [N, K / G]: 4-bit numbers stand for (q - zero) * scale; None: table[q] * scale.
+        zeros: uint8 [N, K / G]: 4-bit numbers represent (q - zero) * scale. None: they represent
+            table[q] * scale.
         table: fp32 [16], if there are no zeros.
     """
 
@@ -46,17 +47,17 @@ class Packed(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Numbers G of a group."""
+        """Number of elements G per group."""
         return self.shape[1] // self.scales.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows N and depth K."""
+        """Number of rows N and depth K."""
         num_rows, num_bytes = self.values.shape
         return num_rows, num_bytes if self.values.dtype == _FP8 else 2 * num_bytes
 
     def rows(self, rows: slice) -> "Packed":
-        """Return some rows of the matrix."""
+        """Return a slice of the rows of the matrix."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return Packed(self.values[rows], self.scales[rows], zeros, self.table)
 
@@ -84,7 +85,7 @@ def _numbers_in(values: Tensor) -> Tensor:
 
 
 def unpack(packed: Packed, out: Tensor) -> None:
-    """Write the matrix that a packed one stands for.
+    """Write the matrix that a packed matrix represents.
 
     Args:
         packed: [N, K]; rows may be strided.
@@ -107,7 +108,7 @@ def unpack(packed: Packed, out: Tensor) -> None:
     if out.numel() == 0:
         return
     if not _has_unpack(packed, out):
-        out.copy_(_meant(packed))
+        out.copy_(_unpacked(packed))
         return
     assert native is not None
     launch(
@@ -128,7 +129,7 @@ def unpack(packed: Packed, out: Tensor) -> None:
 
 
 def _has_unpack(packed: Packed, out: Tensor) -> bool:
-    """Whether the kernel reads and writes these tensors."""
+    """Whether the kernel can read and write these tensors."""
     values, scales, zeros, _ = packed
     return (
         has_kernel(out)
@@ -143,8 +144,8 @@ def _has_unpack(packed: Packed, out: Tensor) -> bool:
     )
 
 
-def _meant(packed: Packed) -> Tensor:
-    """Unpack in PyTorch, to fp32."""
+def _unpacked(packed: Packed) -> Tensor:
+    """Unpack to fp32 in PyTorch."""
     values, scales, zeros, table = packed
     if values.dtype == _FP8:
         groups = values.float().unflatten(1, (scales.shape[1], -1))

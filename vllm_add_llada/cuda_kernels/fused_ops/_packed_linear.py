@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of bf16 rows and a weight of 4-bit numbers, read as it is stored."""
+"""Products of bf16 rows and a weight of 4-bit numbers, which is read as it is stored."""
 
 import struct
 from collections.abc import Sequence
@@ -25,13 +25,15 @@ _STRIP = 128
 
 
 def look_up_table(table: Sequence[float]) -> tuple[int, ...]:
-    """Convert 16 numbers, rounded to bf16, for the kernel's look-up; for G = 64 only.
+    """Convert 16 numbers, rounded to bf16, for the kernel's table look-up; for G = 64 only.
 
     Raises:
-        ValueError: of two numbers eight apart, the signs or the parities of the exponents differ.
+        ValueError: Two numbers eight apart differ in their signs, or in the parity of their
+            exponents.
     """
     wide = [struct.unpack("<I", struct.pack("<f", number))[0] for number in table]
-    halves = [(bits + 0x7FFF + (bits >> 16 & 1)) >> 16 for bits in wide]  # nearest, ties to even
+    # round to nearest, ties to even
+    halves = [(bits + 0x7FFF + (bits >> 16 & 1)) >> 16 for bits in wide]
     words: list[int] = []
     for shift in (8, 0):
         low = [half >> shift & 255 for half in halves[:8]]
@@ -49,8 +51,8 @@ def look_up_table(table: Sequence[float]) -> tuple[int, ...]:
 def has_packed_linear(x: Tensor, weight: Packed) -> bool:
     """Whether `fused_linear_packed` has kernels for rows x [R, K] and a matrix [N, K].
 
-    It takes bf16 rows on a card of compute capability 9.0, and what `has_portable_packed` says on
-    others.
+    On a card of compute capability 9.0 the rows must be bf16. On other cards `has_portable_packed`
+    decides.
     """
     if has_portable_packed(x, weight) and capability_of(x.device.index) != (9, 0):
         return True
@@ -78,22 +80,23 @@ def fused_linear_packed(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """Compute `fused_linear` with a matrix of 4-bit numbers, where `has_packed_linear`.
+    """Compute `fused_linear` with a matrix of 4-bit numbers; requires `has_packed_linear`.
 
-    Products of few rows use the unrounded numbers, except entries of a table, which are rounded to
-    bf16; for more rows numbers are rounded as by `unpack`. Sums are fp32, in an order that the
-    tiling alone determines.
+    Products of few rows use the unrounded numbers, except that entries of a table are rounded to
+    bf16. For more rows the numbers are rounded as by `unpack`. Sums are fp32, in an order that
+    depends only on the tiling.
 
     Args:
         x: [R, K] bf16; rows may be strided.
-        weight: [N, K], in groups of 128 or 64; with a table of 64.
+        weight: [N, K], in groups of 128 or 64; with a table in groups of 64.
         out: [R, N], or [R, N / 2] for SILU_MUL, bf16, written; rows may be strided.
-        tiling: of 64 or 192 columns for blocks of 64 rows (its rows: 0), of 128 or 192 for blocks
-            of 128, of 128 for blocks of 256; columns must divide N. Its split, at most K / 256, is
-            one that a quarter of them is a multiple of, and such as clusters of the card may have.
-            Or `PORTABLE`, also for fp16 and groups of any multiple of 32 that divides 128, or that
-            128 divides.
-            Every block reads its columns anew, and has room for some 16,000 scales.
+        tiling: 64 or 192 columns for blocks of 64 rows (its `rows` is 0), 128 or 192 columns for
+            blocks of 128 rows, 128 columns for blocks of 256 rows. Columns must divide N. The
+            split is at most K / 256, divides a quarter of the columns, and is a cluster size
+            that the card supports. Every block reads its columns again, and has room for about
+            16,000 scales.
+            Or `PORTABLE`, which also supports fp16, and groups of any multiple of 32 that divides
+            128 or is a multiple of 128.
         look_up: result of `look_up_table` for the weight's table.
         bias: [N] bf16; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.
@@ -123,7 +126,7 @@ def _launch_packed(
     early: bool,
     ahead: Tensor | None,
 ) -> None:
-    """Enqueue Hopper's kernel on checked tensors."""
+    """Enqueue the kernel for Hopper on checked tensors."""
     values, scales, zeros, _ = weight
     assert native is not None
     launch(
@@ -182,6 +185,6 @@ def _check(
             f"{list(values.shape)} bytes and out {out.dtype} {list(out.shape)}"
         )
     if (zeros is None) != bool(look_up) or (is_gated and bias is not None):
-        raise ValueError(f"{op}: wanted either zeros or what to look up, and no bias with SILU_MUL")
+        raise ValueError(f"{op}: wanted either zeros or look_up, and no bias with SILU_MUL")
     if bias is not None:
         check_vector(op, "bias", bias, (x.dtype,), (num_columns,), x.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products on every card of compute capability 8.0 or later, for few rows."""
+"""Products of few rows on every card of compute capability 8.0 or later."""
 
 from functools import cache
 
@@ -9,22 +9,24 @@ from torch import Tensor
 from ._packed import Packed
 from ._support import capability_of, launch, native, takes_pairs
 
-_COLUMNS = 16  # of the weight, a multiple
+_COLUMNS = 16  # The number of rows of the weight must be a multiple of this.
 _STRIP = 128
 _GROUP = 32
 _DTYPES = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
 _FP8 = torch.float8_e4m3fn
-_BLOCKS = 3  # of a multiprocessor, at most
-_PARTS_BYTES = 4 * 128 * 128 * 4  # of a multiprocessor: two tiles of each of its blocks
-_SHARED = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}  # KiB, of it
-_MIN_SHARED_KIB = 100  # of all others
+_BLOCKS = 3  # blocks per multiprocessor, at most
+_PARTS_BYTES = 4 * 128 * 128 * 4  # bytes per multiprocessor: two tiles for each of its blocks
+# KiB of shared memory per multiprocessor
+_SHARED = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
+_MIN_SHARED_KIB = 100  # KiB per multiprocessor of all other cards
 _MAX_TILES = 1 << 16
 
 
 def has_portable(*matrices: Tensor) -> bool:
-    """Whether the portable kernels read matrices of bf16, fp16 or (from 8.9 on) fp8 of one dtype.
+    """Whether the portable kernels can read these matrices: bf16, fp16 or, from 8.9 on, fp8.
 
-    Rows must start on whole 16 bytes, and be a multiple of that.
+    All matrices must have the same dtype. Rows must start on 16 bytes, and their size must be a
+    multiple of 16 bytes.
     """
     first = matrices[0]
     if native is None or not first.is_cuda:
@@ -42,9 +44,9 @@ def has_portable(*matrices: Tensor) -> bool:
 
 
 def has_portable_packed(x: Tensor, weight: Packed) -> bool:
-    """Whether the portable kernels multiply rows x [R, K] by a matrix [N, K] of 4-bit numbers.
+    """Whether the portable kernels can multiply rows x [R, K] by a 4-bit matrix [N, K].
 
-    Entries of a table are multiplied in bf16 alone.
+    A matrix with a table requires bf16 rows.
     """
     values, scales = weight.values, weight.scales
     return (
@@ -65,7 +67,7 @@ def has_portable_packed(x: Tensor, weight: Packed) -> bool:
 
 
 def takes_columns(weight: Tensor, out: Tensor | None) -> bool:
-    """Whether the portable kernels take so many columns, and write rows that lie as in `out`."""
+    """Whether the portable kernels support the weight's columns and the strides of `out`."""
     return len(weight) % _COLUMNS == 0 and (out is None or takes_pairs(out))
 
 
@@ -79,7 +81,7 @@ def launch_portable(
     scales: tuple[Tensor, Tensor] | None = None,
     look_up: tuple[int, ...] = (),
 ) -> None:
-    """Enqueue the product on checked tensors; fp8 ones with the `scales` of x and of the weight."""
+    """Enqueue the product on checked tensors; `scales` are those of fp8 x and weight."""
     assert native is not None
     multiprocessors, parts, counts = _workspace(x.device)
     packed = weight if isinstance(weight, Packed) else None
@@ -120,15 +122,15 @@ def launch_portable(
 
 @cache
 def _shared_bytes(device: int) -> int:
-    """Return the shared memory of a multiprocessor of the card that kernels are chosen for."""
+    """Return the bytes of shared memory per multiprocessor for which kernels are chosen."""
     return _SHARED.get(capability_of(device), _MIN_SHARED_KIB) * 1024
 
 
 @cache
 def _workspace(device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """Return the card's multiprocessors, and memory for sums of parts of tiles, and their counts.
+    """Return the number of multiprocessors, memory for partial sums of tiles, and their counters.
 
-    Products use the memory in turn.
+    Consecutive products share this memory.
     """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     parts = torch.empty(multiprocessors * _PARTS_BYTES, dtype=torch.uint8, device=device)

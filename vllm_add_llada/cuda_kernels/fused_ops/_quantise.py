@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 rows with a scale each, made in one pass with what comes before, and their products.
+"""fp8 rows with a scale each, made in one pass with the operation before, and their products.
 
-The format is e4m3, `torch.float8_e4m3fn`; the scale of a row is its largest magnitude over 448.
+The format is e4m3, `torch.float8_e4m3fn`. The scale of a row is its largest magnitude divided by
+448.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from ._support import (
 
 FP8 = reference.FP8
 _MIN_CAPABILITY = (8, 9)
-_ALIGNMENT = 16  # elements of a row's width
+_ALIGNMENT = 16  # elements; the width of a row is a multiple of this
 
 
 class QuantisedRows(NamedTuple):
@@ -47,7 +48,7 @@ class QuantisedRows(NamedTuple):
 
 
 def has_quantise(x: Tensor) -> bool:
-    """Whether the kernels take such rows: bf16 on a card of compute capability 8.9 or later.
+    """Whether the kernels support such rows: bf16 on a card of compute capability 8.9 or later.
 
     Their width must be a multiple of 16, and rows must start on 16 bytes.
     """
@@ -68,8 +69,8 @@ def quantise_rows(x: Tensor, out: QuantisedRows) -> None:
 
     Args:
         x: [R, D] bf16, fp16 or fp32; rows may be strided.
-        out: the quantised rows, written; with its `fixed_scale`, numbers beyond it become the
-            largest.
+        out: the quantised rows, written. With its `fixed_scale`, larger numbers are clipped to the
+            largest one.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -82,10 +83,12 @@ def quantise_rows(x: Tensor, out: QuantisedRows) -> None:
 
 
 def rms_norm_quantised(x: Tensor, weight: Tensor, eps: float, out: QuantisedRows) -> None:
-    """Apply `rms_norm` to rows [R, D], rounded to their dtype, then `quantise_rows`; in one pass.
+    """Apply `rms_norm` to rows [R, D], then `quantise_rows`, in one pass.
+
+    The normalised rows are rounded to their dtype before they are quantised.
 
     Raises:
-        ValueError: A shape, dtype or stride is not as for either.
+        ValueError: A shape, dtype or stride is not as for these operations.
     """
     _check("rms_norm_quantised", x, out, x.shape[-1])
     check_vector("rms_norm_quantised", "weight", weight, (x.dtype,), x.shape[1:], x.device)
@@ -107,8 +110,8 @@ def silu_mul_quantised(
     Args:
         gate_up: [R, 2M], the gate's columns first; rows may be strided.
         out: the quantised rows [R, M], written.
-        row_scales, column_scales: [R] and [2M] fp32, factors of a product of fp8 numbers that are
-            still to be applied; both or neither.
+        row_scales, column_scales: [R] and [2M] fp32, scales of a product of fp8 numbers that are
+            not applied yet; both or neither.
 
     Raises:
         ValueError: A shape, dtype or stride is not as above.
@@ -122,10 +125,10 @@ def silu_mul_quantised(
     if has_quantise(gate_up[:, : gate_up.shape[1] // 2]) and _are_aligned(column_scales):
         _quantise(gate_up, out, row_scales=row_scales, column_scales=column_scales, is_gated=True)
         return
-    meant = gate_up
+    product = gate_up
     if row_scales is not None and column_scales is not None:
-        meant = reference.rescaled(gate_up, row_scales, column_scales).to(gate_up.dtype)
-    activated = plain_reference.silu_mul(meant)
+        product = reference.rescaled(gate_up, row_scales, column_scales).to(gate_up.dtype)
+    activated = plain_reference.silu_mul(product)
     reference.quantise_rows(activated, out.values, out.scales, out.fixed_scale)
 
 
@@ -143,7 +146,7 @@ def rescale(
     Args:
         product: [R, N] bf16, fp16 or fp32; rows may be strided.
         row_scales, column_scales: [R] and [N] fp32.
-        out: like `product`, may be it; written.
+        out: like `product`, and may be the same tensor; written.
         bias: [N], of the dtype of the product.
         adds: whether the result is added to `out`.
 
@@ -188,7 +191,7 @@ def fused_linear_fp8(
     early: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """Compute `fused_linear` with fp8 rows and an fp8 weight, with sums multiplied by the scales.
+    """Compute `fused_linear` with fp8 rows and an fp8 weight; sums are multiplied by the scales.
 
     Args:
         x: rows [R, D].
@@ -196,8 +199,8 @@ def fused_linear_fp8(
         scales: [N] fp32, of the weight's rows.
         out: [R, N], or [R, N / 2] for SILU_MUL; the model dtype, written.
         tiling: tiling of the kernel. Its columns must divide N (except for tiles of rows), and its
-            split times 128 the depth. Without one, and wherever there is no kernel for the tensors,
-            PyTorch computes the product.
+            split times 128 must divide the depth. Without one, or if there is no kernel for the
+            tensors, PyTorch computes the product.
         bias: [N], of the dtype of `out`; not with SILU_MUL.
         epilogue, early, ahead: as for `fused_linear`.
 
@@ -208,10 +211,10 @@ def fused_linear_fp8(
     num_columns = out.shape[1] * (2 if epilogue is Epilogue.SILU_MUL else 1)
     _check_linear("fused_linear_fp8", x, weight, scales, out, num_columns)
     if bias is not None and epilogue is Epilogue.SILU_MUL:
-        raise ValueError("fused_linear_fp8: SILU_MUL wants no bias, got one")
+        raise ValueError("fused_linear_fp8: SILU_MUL takes no bias, got one")
     if bias is not None:
         check_vector("fused_linear_fp8", "bias", bias, (out.dtype,), (num_columns,), out.device)
-    is_tiled = tiling is not None and tiling.rows > 0  # and written eight elements at once
+    is_tiled = tiling is not None and tiling.rows > 0  # Tiles of rows write eight elements at once.
     if tiling == PORTABLE:
         has_kernel = out.dtype == torch.bfloat16 and has_portable(x.values, weight)
         has_kernel = has_kernel and takes_columns(weight, out) and _are_aligned(scales, bias)
@@ -228,7 +231,7 @@ def fused_linear_fp8(
 
 
 def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Add x W^T of many fp8 rows to out, with sums multiplied by the scales; rounded once.
+    """Add x W^T of many fp8 rows to out; sums are multiplied by the scales and rounded once.
 
     It runs in cuBLAS on a card of compute capability 9.0 (see `has_add_linear_fp8`), else in
     PyTorch.
@@ -266,10 +269,10 @@ def add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor
 
 
 def has_add_linear_fp8(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> bool:
-    """Whether cuBLAS takes these tensors for `add_linear_fp8`.
+    """Whether cuBLAS supports these tensors for `add_linear_fp8`.
 
-    It does if `out` is bf16 on a card of compute capability 9.0, all rows lie on whole 16 bytes,
-    and PyTorch has loaded the library of CUDA 12.9 or later.
+    It does if `out` is bf16 on a card of compute capability 9.0, all rows start on 16 bytes, and
+    PyTorch has loaded the library of CUDA 12.9 or later.
     """
     is_there = native is not None and bool(native.HAS_ADD_LINEAR)
     return is_there and _has_linear(x, weight, scales, out) and feeds_tensor_cores(out)
@@ -294,7 +297,7 @@ def _check_linear(
 
 
 def _are_aligned(*vectors: Tensor | None) -> bool:
-    """Whether kernels can read whole vectors of 16 bytes of these tensors."""
+    """Whether kernels can read these tensors in vectors of 16 bytes."""
     return all(vector is None or vector.data_ptr() % 16 == 0 for vector in vectors)
 
 
@@ -316,7 +319,7 @@ def _linear(
 
 
 def _has_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor) -> bool:
-    """Whether the kernel reads these tensors, and writes rows that lie as those of `out`."""
+    """Whether the kernel can read these tensors, and write rows with the strides of `out`."""
     if len(out) == 0 or native is None or not out.is_cuda or out.dtype != torch.bfloat16:
         return False
     matrices = (x.values, weight)

@@ -9,20 +9,20 @@ from torch import Tensor
 from ._support import check_like, dtype_of, has_kernel, launch, native
 
 _VECTOR_BYTES = 16
-_THREADS = 512  # of a block, each with a vector at a time
+_THREADS = 512  # threads per block; each processes one vector at a time
 
 
 class Meeting(NamedTuple):
     """Memory of every rank as this card addresses it, with the flags by which ranks wait.
 
-    All ranks make equal calls in equal order. A call returns what the others had written before
-    theirs; what it reads may be written again only after the call that follows it.
+    All ranks make the same calls in the same order. A call returns the data that the other ranks
+    wrote before their call. That data may be overwritten only after the next call.
 
     Attributes:
-        parts: address of each rank's part, on 16 bytes.
-        flags: address of [`MAX_RANK_BLOCKS`, `MAX_RANKS`] uint32 of each rank, zero at first.
-        calls: [`MAX_RANK_BLOCKS`] int32 on this card, zero at first.
-        is_over: an integer in pinned memory; while it is not zero nobody waits for others.
+        parts: address of each rank's part, aligned to 16 bytes.
+        flags: address of [`MAX_RANK_BLOCKS`, `MAX_RANKS`] uint32 of each rank, initially zero.
+        calls: [`MAX_RANK_BLOCKS`] int32 on this card, initially zero.
+        is_over: an integer in pinned memory; while it is not zero, no rank waits for the others.
         rank: number of this rank.
     """
 
@@ -39,13 +39,13 @@ def has_sum_ranks(num_ranks: int) -> bool:
 
 
 def flag_bytes() -> int:
-    """Return the bytes of the flags of a rank."""
+    """Return the size of a rank's flags in bytes."""
     assert native is not None
     return 4 * int(native.MAX_RANK_BLOCKS) * int(native.MAX_RANKS)
 
 
 def call_counts(device: torch.device) -> Tensor:
-    """Make the call counters of a rank, at zero."""
+    """Allocate the call counters of a rank, initialised to zero."""
     assert native is not None
     return torch.zeros(int(native.MAX_RANK_BLOCKS), dtype=torch.int32, device=device)
 
@@ -53,13 +53,15 @@ def call_counts(device: torch.device) -> Tensor:
 def sum_ranks(
     meeting: Meeting, out: Tensor, residual: Tensor | None = None, *, most_blocks: int
 ) -> None:
-    """Write residual + the parts of all ranks, added in fp32 by rank and rounded once, to out.
+    """Write the residual plus the parts of all ranks to `out`, added in fp32 and rounded once.
+
+    The parts are added in the order of the ranks.
 
     Args:
         meeting: the memory, with a part of out's shape and dtype at every rank.
-        out: bf16, fp16 or fp32, contiguous, whole vectors of 16 bytes; written.
+        out: bf16, fp16 or fp32, contiguous, a multiple of 16 bytes; written.
         residual: like out; may be out.
-        most_blocks: most blocks of the launch.
+        most_blocks: maximum number of blocks of the launch.
 
     Raises:
         ValueError: a shape, dtype or stride is not as above.
@@ -88,8 +90,8 @@ def gather_ranks(meeting: Meeting, out: Tensor, *, most_blocks: int) -> None:
 
     Args:
         meeting: the memory, with a part of out's dtype at every rank.
-        out: [ranks, ...], contiguous, whole vectors of 16 bytes a rank; written.
-        most_blocks: most blocks of the launch.
+        out: [ranks, ...], contiguous, a multiple of 16 bytes per rank; written.
+        most_blocks: maximum number of blocks of the launch.
 
     Raises:
         ValueError: a shape or stride is not as above.

@@ -27,7 +27,7 @@ _KERNEL_DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 
-NO_ROWS = (0, 0, 0, 0)  # as `rows_of`, of no tensor
+NO_ROWS = (0, 0, 0, 0)  # the result of `rows_of` for no tensor
 
 
 def launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:
@@ -57,7 +57,7 @@ def has_kernel(tensor: Tensor) -> bool:
 
 
 def ahead_of(tensor: Tensor | None) -> tuple[int, int]:
-    """Convert the tensor that is read next for the kernels: address and bytes."""
+    """Convert the tensor that the next kernel reads for the kernels: address and bytes."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
 
 
@@ -65,10 +65,11 @@ def ahead_of(tensor: Tensor | None) -> tuple[int, int]:
 def capability_of(device: int) -> tuple[int, int]:
     """Return the compute capability that kernels are chosen for.
 
-    `VLLM_DLLM_KERNELS` names a lower one than the card's, such as 8.0, to run what other cards run.
+    `VLLM_DLLM_KERNELS` can set a lower one than the card's, such as 8.0, to run the kernels of
+    other cards.
 
     Raises:
-        ValueError: it names none, or a higher one.
+        ValueError: The variable is not a compute capability, or a higher one than the card's.
     """
     given, capability = (
         os.environ.get("VLLM_DLLM_KERNELS", ""),
@@ -88,17 +89,17 @@ def capability_of(device: int) -> tuple[int, int]:
 
 @cache
 def hopper_multiprocessors(device: int) -> int:
-    """Number of multiprocessors of a card of compute capability 9.0; 0 for any other."""
+    """Return the multiprocessors of a card of compute capability 9.0; 0 for any other card."""
     if capability_of(device) != (9, 0):
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def feeds_tensor_cores(*matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the copy engine can bring tiles of these matrices to the tensor cores.
+    """Whether the copy engine can copy tiles of these matrices for the tensor cores.
 
-    The matrices must have `dtype` (bf16, or fp8), lie on a card of compute capability 9.0, and have
-    rows on whole 16 bytes.
+    The matrices must have `dtype` (bf16 or fp8) and be on a card of compute capability 9.0, and
+    their rows must start on 16 bytes.
     """
     first = matrices[0]
     if native is None or not first.is_cuda or hopper_multiprocessors(first.device.index) == 0:

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // out += x weight^T of many fp8 rows, by cuBLASLt: one scale for each row of x and of the weight
-// ("outer vector" in its documentation of cublasLtMatmul), and the sum in the product's own end.
-// PyTorch calls the same without a sum, which then takes a pass over memory.
+// ("outer vector" in its documentation of cublasLtMatmul). The addition to `out` is part of the
+// product. PyTorch calls the same function without the addition, which then takes a pass over
+// memory.
 //
-// The library is the one that PyTorch has loaded. The room does not link it and is compiled without
-// its header, of which the part that is used here is said once more.
+// The library is the one that PyTorch has loaded. The module does not link it and is compiled
+// without its header, so this file declares the part of it that is used here.
 
 #include <dlfcn.h>
 
@@ -18,24 +19,24 @@
 namespace fused_ops {
 namespace {
 
-using Status = int;  // 0: success
+using Status = int;  // 0 means success
 using Opaque = void*;
 
-// As the library numbers them.
-enum Type { kFloat32 = 0, kBFloat16 = 14, kFp8 = 28 };  // e4m3
+// The enumerators have the library's values.
+enum Type { kFloat32 = 0, kBFloat16 = 14, kFp8 = 28 };  // kFp8 is e4m3
 enum ProductAttribute {
   kTransposesA = 3,
   kScalesOfA = 17,
   kScalesOfB = 18,
-  kAddsFast = 25,  // sums of the tensor cores are not moved to wider ones, as in PyTorch's call
+  kAddsFast = 25,  // the tensor cores' sums are not moved to wider registers, as in PyTorch's call
   kModeOfA = 31,
   kModeOfB = 32,
 };
 enum PreferenceAttribute { kAlignmentOfA = 5, kAlignmentOfB, kAlignmentOfC, kAlignmentOfD };
 constexpr int kComputesFloat32 = 68;
-constexpr int32_t kScaleOfEach = 3;  // row or column
+constexpr int32_t kScaleOfEach = 3;  // a scale for each row or column
 constexpr int32_t kTransposed = 1;
-constexpr size_t kFirstVersion = 120900;  // that has such scales on Hopper
+constexpr size_t kFirstVersion = 120900;  // the first version that has such scales on Hopper
 constexpr int kMaxDevices = 64;
 
 struct Choice {
@@ -86,7 +87,7 @@ bool find_all(void* library, Library& found) {
          find(library, "cublasLtMatmul", found.multiply);
 }
 
-// Null where it is not loaded, or too old.
+// Returns null if the library is not loaded or too old.
 const Library* find_library() {
   static Library found{};
   static const bool is_there = [] {
@@ -99,7 +100,7 @@ const Library* find_library() {
   return is_there ? &found : nullptr;
 }
 
-// The library's state of the current device, made once; null where that fails.
+// The library's handle for the current device, created once; null if its creation fails.
 Opaque open_device(const Library& library) {
   static std::mutex mutex;
   static Opaque opened[kMaxDevices]{};
@@ -110,7 +111,7 @@ Opaque open_device(const Library& library) {
   return opened[device];
 }
 
-// An object of the library's for the while.
+// Owns an object of the library.
 class Held {
  public:
   explicit Held(Status (*end)(Opaque)) : end_(end) {}
@@ -141,7 +142,8 @@ cudaError_t launch_add_linear(const LinearParams& params, cudaStream_t stream) {
   const Library* library = find_library();
   const Opaque device = library == nullptr ? nullptr : open_device(*library);
   if (device == nullptr) return cudaErrorNotSupported;
-  // Matrices there lie column by column: ours are the transposed ones. out^T += weight x^T.
+  // Matrices of the library are stored column by column, so it computes the transpose of ours:
+  // out^T += weight x^T.
   Held product(library->end_product), preference(library->end_preference);
   Held weight(library->end_layout), x(library->end_layout), out(library->end_layout);
   const auto set = [&](ProductAttribute attribute, const auto& value) {
@@ -170,7 +172,8 @@ cudaError_t launch_add_linear(const LinearParams& params, cudaStream_t stream) {
   Choice choice{};
   int found = 0;
   const Status status = library->choose(device, product, weight, x, out, out, preference, 1,
-                                        &choice, &found);  // of those without a workspace
+                                        // among the algorithms without a workspace
+                                        &choice, &found);
   if (status != 0 || found == 0 || choice.status != 0) return cudaErrorNotSupported;
   const float one = 1.0f;
   const Status launched =

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Attention of many short sequences, or of long ones, to keys that may lie in pages: with as many
-// tiles of queries as fill the card.
+// Attention of many short sequences, or of long ones, to keys that may be stored in pages. It is
+// meant for enough tiles of queries to fill the card.
 //
-// The query heads that share a head of the keys are rows beside each other, so keys are read once
-// for all of them. One block for each multiprocessor walks over tiles of 128 such rows: two groups
-// of four warps multiply 64 each, a third one keeps keys and values coming through a ring of
-// shared-memory stages, and gathers the queries of the next tile. As in FlashAttention-3 (Shah et
-// al. 2024, arXiv:2407.08608) the scores of a step are multiplied while the values of the step
-// before are, so that the tensor cores work during a softmax.
+// The query heads that share a KV head are neighbouring rows, so keys are read once for all of
+// them. One block per multiprocessor walks over tiles of 128 such rows. Two groups of four warps
+// multiply 64 rows each. A third group copies keys and values through a ring of shared-memory
+// stages, and gathers the queries of the next tile. As in FlashAttention-3 (Shah et al. 2024,
+// arXiv:2407.08608) the scores of a step are multiplied while the values of the previous step are,
+// so that the tensor cores work during a softmax.
 
 #include "attention.h"
 #include "epilogue.cuh"
@@ -19,14 +19,16 @@ namespace {
 
 constexpr int kPage = kAttentionPage;
 constexpr int kWidth = kAttentionWidth;
-constexpr int kGroups = 2;                   // of four warps that multiply; a third one copies
-constexpr int kRows = kGroups * kGroupRows;  // of a tile
-constexpr int kKeys = 2 * kPage;             // of a step
+constexpr int kGroups = 2;  // groups of four warps that multiply; a third group copies
+constexpr int kRows = kGroups * kGroupRows;  // rows per tile
+constexpr int kKeys = 2 * kPage;             // keys per step
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kHalfBytes = kKeys * kRowBytes;  // half the width of a step's keys, or of a tile
+// bytes of half the width of a step's keys, or of a tile
+constexpr int kHalfBytes = kKeys * kRowBytes;
 static_assert(kWidth == 2 * kDepth && kRows == kKeys);
 
-// A stage has the keys of a step or their values, half the width and then the other.
+// A stage holds the keys or the values of a step: the first half of their width, then the second
+// half.
 struct Sizes {
   static constexpr int stage_bytes = 2 * kHalfBytes;
   static constexpr int num_stages = 4;
@@ -38,33 +40,34 @@ struct KernelParams {
   __nv_bfloat16* out;
   int64_t q_row, q_head;  // strides
   Attended attended;
-  int num_kv_heads, group;  // query heads of a head of the keys
+  int num_kv_heads, group;  // `group` is the number of query heads per KV head
   float scale;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kWarps = kGroups * kGroupThreads / 32;
-// Registers of a thread that multiplies, and of one that copies; together those of the card.
+// Registers of a thread that multiplies, and of one that copies. Together they use the registers of
+// a multiprocessor.
 constexpr int kMultiplyRegisters = 232;
 constexpr int kCopyRegisters = 40;
-constexpr int kGatherThreads = 64;    // that gather queries
-constexpr int kVectors = kWidth / 8;  // of 16 bytes, of a row
+constexpr int kGatherThreads = 64;    // threads that gather queries
+constexpr int kVectors = kWidth / 8;  // 16-byte vectors per row
 constexpr int kPageBytes = kPage * kRowBytes;
 constexpr float kNone = -__builtin_huge_valf();
 
 // A tile of rows, and the keys that they read.
 struct Tile {
-  int first_row;     // of the sequence's queries
-  int num_queries;   // of the sequence; none: no more tiles
-  int first_packed;  // row of the tile, counted from the sequence's first
+  int first_row;     // row of the sequence's first query
+  int num_queries;   // queries of the sequence; 0: no more tiles
+  int first_packed;  // first row of the tile, counted from the sequence's first row
   int kv_head;
   int first_key;
-  int num_keys;      // of the sequence
-  int end;           // of the keys that some row reads
-  int read_by_all;   // keys up to here
-  int block_length;  // as long as all keys where all are read
-  int first;         // the key beside the first query
+  int num_keys;      // keys of the sequence
+  int end;           // end of the keys that any row of the tile reads
+  int read_by_all;   // end of the keys that all rows of the tile read
+  int block_length;  // keys per block; all keys of the sequence if every query reads all of them
+  int first;         // position of the first query among the keys
 
   __device__ int keys_read_by(int query) const {
     const int64_t block = (first + query) / block_length;
@@ -75,12 +78,12 @@ struct Tile {
 
 struct Shared {
   unsigned long long barriers[Sizes::num_stages][2];
-  unsigned long long query_barriers[2][2];  // of the two buffers of queries: full, empty
-  Tile tiles[2];                            // whose queries are in the buffers
-  int tiles_before[kMaxSequences + 1];      // of every sequence
+  unsigned long long query_barriers[2][2];  // full and empty barriers of the two query buffers
+  Tile tiles[2];                            // tiles whose queries are in the buffers
+  int tiles_before[kMaxSequences + 1];      // tiles before each sequence
 };
 
-// The tiles of one head of the keys in all sequences, summed up by one warp.
+// Counts the tiles of one KV head before each sequence; called by one warp.
 __device__ void count_tiles(const Attended& attended, int group, int* tiles_before) {
   const int lane = threadIdx.x;
   int before = 0;
@@ -102,7 +105,7 @@ __device__ void count_tiles(const Attended& attended, int group, int* tiles_befo
   if (lane == 0) tiles_before[0] = 0;
 }
 
-// The tiles of this block, one after the other.
+// Iterates over the tiles of this block.
 struct Walk {
   const KernelParams& params;
   const int* tiles_before;
@@ -114,7 +117,8 @@ struct Walk {
     tile.kv_head = number % params.num_kv_heads;
     number += gridDim.x;
     if (of_head >= tiles_before[attended.num_sequences]) return false;
-    int low = 0, high = attended.num_sequences - 1;  // the first sequence that ends behind it
+    // Search the first sequence whose tiles end behind `of_head`.
+    int low = 0, high = attended.num_sequences - 1;
     while (low < high) {
       const int middle = (low + high) / 2;
       if (tiles_before[middle + 1] > of_head) {
@@ -140,11 +144,11 @@ struct Walk {
   }
 };
 
-// Where the keys of a sequence lie; a warp looks up 32 pages at once.
+// Finds the rows where the keys of a sequence are stored. A warp looks up 32 pages at once.
 struct Places {
   const int* page_rows;
   int first_key, num_pages;
-  int known = -32, mine = 0;  // the page of the first lane, and the row of this lane's
+  int known = -32, mine = 0;  // the page of the first lane, and the row of this lane's page
 
   __device__ int row(int key) {
     if (page_rows == nullptr) return first_key + key;
@@ -158,8 +162,8 @@ struct Places {
   }
 };
 
-// One warp keeps keys and values in the ring: those of step 0, then the keys of each step before
-// the values of the one before.
+// One warp copies keys and values to the ring: the keys of step 0, then the keys of each further
+// step before the values of the step before it.
 __device__ void copy_keys(const Ring<Sizes>& ring, Walk walk, const CUtensorMap* k,
                           const CUtensorMap* v) {
   Position at;
@@ -199,13 +203,13 @@ __device__ void copy_keys(const Ring<Sizes>& ring, Walk walk, const CUtensorMap*
   }
 }
 
-// Two warps gather the queries of every tile, as the copy engine would lay them out. What follows
-// the last row is whatever lies there; nothing reads what comes of it.
+// Two warps gather the queries of every tile, in the layout of the copy engine. Rows behind the
+// last one keep arbitrary data; nothing reads their results.
 __device__ void gather_queries(uint32_t buffers, uint32_t barriers, Tile* tiles, Walk walk) {
   const KernelParams& params = walk.params;
   const int thread = threadIdx.x % kGroupThreads - 32;
   const int vector = thread % kVectors, first = thread / kVectors;
-  constexpr int kPass = kGatherThreads / kVectors;  // rows at a time
+  constexpr int kPass = kGatherThreads / kVectors;  // rows per pass
   int count = 0;
   while (true) {
     const int buffer = count % 2, phase = count / 2 % 2;
@@ -225,13 +229,13 @@ __device__ void gather_queries(uint32_t buffers, uint32_t barriers, Tile* tiles,
       copy_vector(half + row * kRowBytes + (vector ^ row) % 8 * 16, source);
     }
     arrive_after_copies(full);
-    arrive(full);  // what was written to `tiles`
+    arrive(full);  // publishes the entry in `tiles`
     if (!is_more) return;
     ++count;
   }
 }
 
-// Products that were committed may be under way still, up to kPending groups of them.
+// Waits until at most kPending groups of committed products are still running.
 template <int kPending, int kCount>
 __device__ inline void await(float (&sums)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -247,17 +251,17 @@ __device__ inline float power_of_two(float x) {
   return power;
 }
 
-// What a thread has of 64 rows: of two of them, lane / 4 of its warp's 16 and the eighth after it,
-// in every eight columns lane % 4 * 2 and the next.
+// The numbers that a thread holds of 64 rows. It has two rows, lane / 4 of its warp's 16 rows and
+// the row 8 further. Of every eight columns it has column lane % 4 * 2 and the next one.
 constexpr int kOfThread = kWidth / 2;
 
 struct Softmax {
   float scale;
-  float highest[2] = {kNone, kNone};  // score of each row
-  float total[2] = {};                // of this thread's columns
-  float fade[2];                      // of what was summed up before the newest step
+  float highest[2] = {kNone, kNone};  // largest score of each row
+  float total[2] = {};                // sum of the weights in this thread's columns
+  float fade[2];                      // factor of the sums before the latest step
 
-  // Scores become weights.
+  // Replaces scores by weights, and updates the statistics of the rows.
   __device__ void weigh(float (&scores)[kOfThread]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -305,7 +309,7 @@ __device__ inline void round_weights(const float (&scores)[kOfThread],
   }
 }
 
-// A group of four warps and what it works with.
+// A group of four warps and its state.
 struct Attending {
   const Ring<Sizes>& ring;
   const KernelParams& params;
@@ -325,7 +329,8 @@ struct Attending {
     commit();
   }
 
-  // Values are rows, and multiplied as columns: 16 keys deep, 64 columns of each half.
+  // Multiplies weights and values. Values are stored as rows and multiplied as columns: 16 keys
+  // deep, 64 columns of each half.
   __device__ void multiply_values(const uint32_t (&weights)[kOfThread / 8][4],
                                   float (&mixed)[kOfThread], int stage) {
     const uint64_t right = (matrix_descriptor(ring.weight(stage)) & ~(uint64_t{0x3FFF} << 16)) |
@@ -338,7 +343,8 @@ struct Attending {
     commit();
   }
 
-  // Waits for the values of a step; those that no row reads may be any numbers, and become zeros.
+  // Waits for the values of a step and returns their stage. Values that no row reads may be
+  // arbitrary numbers, so they are set to zero.
   __device__ int await_values(int num_read) {
     const int stage = at.stage;
     wait(ring.full(stage), at.phase);
@@ -363,7 +369,8 @@ struct Attending {
     if (threadIdx.x % 32 == 0) arrive(ring.empty(stage));
   }
 
-  // Keys from `limits` on are not read by these two rows; `scores` are of keys from `first` on.
+  // Masks the keys from `limits` on, which these two rows do not read. The first of `scores`
+  // belongs to key `first`.
   __device__ static void mask(float (&scores)[kOfThread], int first, const int (&limits)[2]) {
     first += threadIdx.x % 4 * 2;
 #pragma unroll
@@ -416,7 +423,7 @@ struct Attending {
     softmax.divide(mixed);
   }
 
-  // Goes past the keys and values of a tile whose rows are all in the other group.
+  // Skips the keys and values of a tile whose rows all belong to the other group.
   __device__ void skip(const Tile& tile) {
     for (int part = 0; part < 2 * tile.num_steps(); ++part) {
       wait(ring.full(at.stage), at.phase);
@@ -429,7 +436,7 @@ struct Attending {
     return group * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
   }
 
-  // Whole rows are written, which go through the memory that the queries had.
+  // Writes whole rows, through the shared memory that held the queries.
   __device__ void store(const Tile& tile, uint32_t queries, const float (&mixed)[kOfThread]) {
     const int thread = threadIdx.x % kGroupThreads, lane = thread % 32;
     const uint32_t own = queries + group * kGroupRows * kRowBytes;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// No C++ type is registered, so the module may be imported under both of its names.
+// The module registers no C++ type, so it may be imported under both of its names.
 
 #include <algorithm>
 #include <stdexcept>
@@ -46,7 +46,8 @@ struct Given<LookUp> {
 };
 
 template <>
-struct Given<Meeting> {  // parts and flags of all ranks, calls, is_over, rank, number of blocks
+// tuple: parts and flags of all ranks, calls, is_over, rank, number of blocks
+struct Given<Meeting> {
   using Addresses = std::vector<uintptr_t>;
   using Type = std::tuple<Addresses, Addresses, uintptr_t, uintptr_t, int, int>;
   static Meeting of(const Type& given) {

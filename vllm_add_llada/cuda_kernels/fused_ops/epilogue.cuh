@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What is done with sums before they are written.
+// Operations on sums before they are written.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace fused_ops {
 
-// Two elements as the 32 bits that registers and shuffles take, the first in the lower half.
+// Two elements as the 32 bits that registers and shuffles hold, the first in the lower half.
 __device__ inline uint32_t as_bits(__nv_bfloat162 pair) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
@@ -19,7 +19,8 @@ __device__ inline __nv_bfloat162 as_pair(uint32_t bits) {
   return *reinterpret_cast<const __nv_bfloat162*>(&bits);
 }
 
-// Of four neighbouring lanes i gets what the others have at i: lane j's at j.
+// Transposes a 4 x 4 matrix that four neighbouring lanes hold: v[j] of lane i becomes v[i] of lane
+// j.
 __device__ inline void transpose(uint32_t (&v)[4]) {
   const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -45,35 +46,36 @@ __device__ inline float2 rounded(float2 value) {
 
 __device__ inline float silu(float x) {
   float power, quotient;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));  // log2(e)
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));  // -log2(e)
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + power));
   return x * quotient;
 }
 
-// As PyTorch rounds them one by one: silu, and (by who stores it) silu times up, of bf16 numbers.
+// silu(gate) * up of bf16 numbers, rounded like PyTorch's separate operations: silu here, the
+// product when the caller stores it.
 __device__ inline float2 silu_mul_of_rounded(float2 gate, float2 up) {
   gate = rounded(make_float2(silu(gate.x), silu(gate.y)));
   return make_float2(gate.x * up.x, gate.y * up.y);
 }
 
-// The same of sums, which are rounded before.
+// The same for sums, which are first rounded to bf16.
 __device__ inline float2 silu_mul(float2 gate, float2 up) {
   return silu_mul_of_rounded(rounded(gate), rounded(up));
 }
 
-// Where sums are written.
+// The destination of sums.
 struct Target {
   const __nv_bfloat16* bias;  // [columns], or null
-  __nv_bfloat16* out;         // rows `stride` apart
+  __nv_bfloat16* out;         // rows are `stride` elements apart
   int64_t stride;
-  bool adds;  // to what is there
+  bool adds;  // whether sums are added to the values in `out`
 };
 
 __device__ inline __nv_bfloat162* place_of(const Target& target, int row, int column) {
   return reinterpret_cast<__nv_bfloat162*>(target.out + row * target.stride + column);
 }
 
-// What two neighbouring sums are added to: asked for before they are there.
+// Loads the two neighbouring elements that sums are added to, before the sums are ready.
 __device__ inline __nv_bfloat162 load_pair(const Target& target, int row, int column) {
   return target.adds ? *place_of(target, row, column) : __nv_bfloat162{};
 }

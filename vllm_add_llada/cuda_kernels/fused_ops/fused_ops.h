@@ -22,30 +22,32 @@ struct RotaryTablesParams {
   const float* inverse_frequencies;  // [rotary_dim / 2]
   Rows cos;                          // [num_rows, rotary_dim]
   Rows sin;
-  DataType dtype;  // of the tables
+  DataType dtype;  // dtype of the tables
   int64_t num_rows;
   int rotary_dim;  // even
 };
 
-// Where keys and values of some rows go, besides.
+// Caches in which keys and values of some rows are stored in addition.
 struct KeptRows {
   Rows v;        // [all rows, num_kv_heads, head_dim]: inner is the number of heads
   Rows k_cache;  // [num_slots, num_kv_heads, head_dim]
   Rows v_cache;
-  Integers slots;  // [num_rows], of the last so many rows; one that is not in 0..num_slots - 1
-                   // leaves its row out
+  // [num_rows], slots of the last num_rows rows; rows whose slot is not in 0..num_slots - 1 are
+  // skipped
+  Integers slots;
   int64_t num_rows;
   int64_t num_slots;
 };
 
-// Copies of heads as fp8 (e4m3), each number over its scale; bytes, strided likewise.
+// fp8 copies (e4m3) of heads, each number divided by its scale. Elements are bytes, with the same
+// strides allowed.
 struct Fp8Rows {
-  Rows q;  // null data: no copies of these
-  Rows k;  // of the keys minus their mean
+  Rows q;  // null data: no copies of q (the same for k)
+  Rows k;  // copies of the keys minus their mean
   Rows v;
   Rows values;          // [num_tokens, num_kv_heads, head_dim], copied to v
   const float* mean;    // [num_kv_heads, head_dim], contiguous
-  const float* scales;  // [3 or more], powers of two: of q, k and v; null: no copies
+  const float* scales;  // [3 or more], powers of two: scales of q, k and v; null: no copies
 };
 
 struct RotaryParams {
@@ -60,12 +62,13 @@ struct RotaryParams {
   int64_t num_tokens;
   int rotary_dim;  // even
   int head_dim;
-  // For the norm of each head before, [head_dim] each; not read by the plain rotation.
+  // Gains of the norm that precedes the rotation, [head_dim] each; the plain rotation does not read
+  // them.
   const void* q_weight;
   const void* k_weight;
   float eps;
-  KeptRows kept;  // of k as it is then, and of v
-  Fp8Rows fp8;    // bf16 heads whose channels are all rotated, in vectors
+  KeptRows kept;  // stores the rotated k, and v
+  Fp8Rows fp8;    // requires bf16 heads whose channels are all rotated, in vectors
 };
 
 struct SiluMulParams {
@@ -82,14 +85,14 @@ struct StoreKeysValuesParams {
   Rows v;
   Rows k_cache;  // [num_slots, num_heads, head_dim]
   Rows v_cache;
-  Integers slots;  // [num_rows]; rows whose slot is not in 0..num_slots - 1 are left out
+  Integers slots;  // [num_rows]; rows whose slot is not in 0..num_slots - 1 are skipped
   DataType dtype;
   int64_t num_rows;
   int64_t num_slots;
   int head_dim;
 };
 
-// Each enqueues its kernel on `stream` of the current device, and neither allocates nor
+// Each function enqueues its kernel on `stream` of the current device, and neither allocates nor
 // synchronises.
 cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream);
 cudaError_t launch_rotary_tables(const RotaryTablesParams& params, cudaStream_t stream);

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// silu(x gate^T) * (x up^T) for as many rows as keep the tensor cores busy, in tiles that fill the
-// card evenly; the products themselves are never stored.
+// silu(x gate^T) * (x up^T) for enough rows to keep the tensor cores busy, in tiles that fill the
+// card evenly. The products themselves are never stored.
 //
-// A block computes 256 rows (or 128) of 96 gates and of the 96 ups beside them: that many sums are
-// all that registers hold, and the fewer times an operand is read, the less the second-level cache
-// has to give. Gate and up of a column meet in one thread. One thread copies the weight and one
-// copies x, through a ring of shared-memory stages that goes on from tile to tile, and two groups
-// of four warps multiply.
+// A block computes 256 (or 128) rows of 96 gates and of the 96 corresponding ups, because this is
+// the largest number of sums that registers hold. The fewer times an operand is read, the less
+// traffic the second-level cache has. Gate and up of a column meet in one thread. One thread copies
+// the weight and one copies x, through a ring of shared-memory stages that continues from tile to
+// tile. Two groups of four warps multiply.
 //
-// As in skinny_linear.cuh an `early` launch reads its first weights while the kernel before it
-// ends, and operands are bf16, or fp8 with scales, twice as deep a stage.
+// As in skinny_linear.cuh an `early` launch reads its first weights while the previous kernel ends.
+// Operands are bf16, or fp8 with scales, for which a stage is twice as deep.
 //
-// Tried and slower: copies that the blocks of a cluster share (multicast); such tiles for products
+// Tried, and slower: copies that the blocks of a cluster share (multicast); such tiles for products
 // without a gate, where cuBLAS needs less power and so runs at a higher clock.
 
 #include <algorithm>
@@ -25,12 +25,12 @@
 namespace fused_ops {
 namespace {
 
-constexpr int kColumns = 96;               // of a tile of the result
-constexpr int kWeightRows = 2 * kColumns;  // that it takes: gates, then ups
-constexpr int kGroups = 2;                 // of four warps that multiply; a third one copies
+constexpr int kColumns = 96;               // columns of the result per tile
+constexpr int kWeightRows = 2 * kColumns;  // rows of the weight per tile: gates, then ups
+constexpr int kGroups = 2;  // groups of four warps that multiply; a third group copies
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
 
-// Sizes of a block whose groups multiply `kTall` times 64 rows each.
+// Sizes of a block whose groups multiply `kTall` * 64 rows each.
 template <int kTall>
 struct Sizes {
   static constexpr int rows = kGroups * kTall * kGroupRows;
@@ -40,34 +40,36 @@ struct Sizes {
   static constexpr int shared_bytes = kAlignment + num_stages * (stage_bytes + 16);
 };
 
-// Elements of a stage's depth.
+// Depth of a stage in elements.
 template <bool kIsFp8>
 constexpr int kStageDepth = kIsFp8 ? kRowBytes : kDepth;
 
 struct KernelParams {
-  const float* x_scales;  // of fp8, as the next
+  const float* x_scales;  // for fp8 only, like weight_scales
   const float* weight_scales;
   __nv_bfloat16* out;
   int64_t out_stride;
   int num_rows;
   int width;      // columns of out
-  int num_steps;  // stages of a tile
+  int num_steps;  // stages per tile
   int row_tiles, column_tiles;
   uint64_t weight_hint;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kBand = 8;  // tiles of rows whose products run side by side
-// Registers of a thread that multiplies, and of one that copies; together those of the card.
+constexpr int kBand = 8;  // row tiles whose products run at the same time
+// Registers of a thread that multiplies, and of one that copies. Together they use the registers of
+// a multiprocessor.
 constexpr int kMultiplyRegisters = 232;
 constexpr int kCopyRegisters = 40;
 
 struct Tile {
-  int row, column;  // the first of the result
+  int row, column;  // first row and column in the result
 };
 
-// Tiles that run at one time are a band of rows by as many columns: both stay in the cache.
+// Finds the position of a tile. Tiles that run at the same time form a band of rows and as many
+// columns, so that the operands of both stay in the cache.
 template <int kTall>
 __device__ Tile locate(const KernelParams& params, int tile) {
   const int band = tile / (kBand * params.column_tiles);
@@ -86,8 +88,8 @@ __device__ void for_each_tile(const KernelParams& params, Visit visit) {
   }
 }
 
-// One thread keeps one operand in the ring: `copy` enqueues its `bytes` of a stage. The wait for a
-// stage that nothing has been in yet is none.
+// One thread keeps one operand in the ring; `copy` enqueues its `bytes` of a stage. The wait for a
+// stage that was never filled returns at once.
 template <bool kIsFp8, int kTall, typename Copy>
 __device__ void produce(const Ring<Sizes<kTall>>& ring, const KernelParams& params, int bytes,
                         Copy copy) {
@@ -128,7 +130,7 @@ __device__ void multiply_tile(const Ring<Sizes<kTall>>& ring, Position& at, int 
   if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
 }
 
-// The scales of a tile are on their way to this multiprocessor while its sums are computed.
+// Prefetches the scales of a tile to this multiprocessor while its sums are computed.
 template <int kTall>
 __device__ void prefetch_scales(const KernelParams& params, Tile tile) {
   constexpr int kLine = 32;  // floats
@@ -143,11 +145,11 @@ __device__ void prefetch_scales(const KernelParams& params, Tile tile) {
   }
 }
 
-// Writes a tile from the registers, sixteen bytes at a time.
+// Writes a tile from registers, 16 bytes at a time.
 template <bool kIsFp8, int kTall>
 __device__ void store(const KernelParams& params, Tile tile, int group,
                       const float (&total)[kTall][kWeightRows / 2]) {
-  constexpr int kRows = kTall * 2;  // of a thread
+  constexpr int kRows = kTall * 2;  // rows of a thread
   const int lane = threadIdx.x % 32;
   const int first_row =
       tile.row + group * kTall * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16 + lane / 4;
@@ -166,7 +168,8 @@ __device__ void store(const KernelParams& params, Tile tile, int group,
     for (int j = 0; j < 4; ++j) {
       const int eighth = quarter * 4 + j;
       float2 gate_scales, up_scales;
-      if constexpr (kIsFp8) {  // of columns beyond the last, which nothing writes, some others
+      // Columns beyond the last one read other scales; their results are never written.
+      if constexpr (kIsFp8) {
         const int column = min(tile.column + eighth * 8 + lane % 4 * 2, params.width - 2);
         const float* scales = params.weight_scales + column;
         gate_scales = *reinterpret_cast<const float2*>(scales);
@@ -188,7 +191,8 @@ __device__ void store(const KernelParams& params, Tile tile, int group,
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      transpose(packed[i]);  // four times two columns of a lane become eight of one
+      // Afterwards a lane has eight neighbouring columns of a row instead of four pairs.
+      transpose(packed[i]);
       const int row = row_of(i), column = tile.column + (quarter * 4 + lane % 4) * 8;
       if (row < params.num_rows && column < params.width) {
         *reinterpret_cast<uint4*>(params.out + row * params.out_stride + column) =
@@ -234,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
-    wait_for_prerequisites();  // every thread that writes waits itself
+    wait_for_prerequisites();  // Every thread that writes must wait itself.
     Position at;
     for_each_tile<kTall>(params, [&](Tile tile) {
       float total[kTall][kWeightRows / 2];

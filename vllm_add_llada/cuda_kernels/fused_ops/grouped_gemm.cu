@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of groups of rows, each group with a matrix of its own, for groups so small that they
-// are a stream of weights.
+// Products of groups of rows, where each group has its own matrix, and groups are so small that
+// reading the weights takes most of the time.
 //
-// One block for each multiprocessor walks over the tiles of all groups with one ring of
-// shared-memory stages that never drains: while the sums of a tile are written, the weights of the
-// next ones are fetched. The weight is the left operand of the tensor cores (64 of its rows to a
-// group of four warps), and the group's rows are the right one, as many as there are: a weight is
-// read once for up to kRows of them. Every sum has one order, whatever the rows beside a row.
+// One block per multiprocessor walks over the tiles of all groups with one ring of shared-memory
+// stages that never drains: while the sums of a tile are written, the weights of the next tiles are
+// fetched. The weight is the left operand of the tensor cores (64 of its rows for each group of
+// four warps). The group's rows are the right operand, so its width follows the number of rows. A
+// weight is read once for up to kRows rows. Every sum is computed in the same order, whatever the
+// other rows are.
 //
-// A third group of four warps fills the ring. One of its threads has the copy engine fetch the
-// weights; the rows, which may lie anywhere, are gathered by all, 16 bytes at a time, as the copy
-// engine would lay them out. They say to the others which tile a stage begins.
+// A third group of four warps fills the ring. One of its threads makes the copy engine fetch the
+// weights. All its threads gather the rows, which may be anywhere, 16 bytes at a time, in the
+// layout of the copy engine. They also publish which tile starts in a stage.
 //
-// Weights do not depend on the kernel before this one: an early launch fills its ring with them
-// while that kernel ends, and waits for it before it reads x.
+// Weights do not depend on the previous kernel: an early launch fills its ring with them while that
+// kernel ends, and waits for it before it reads x.
 //
-// Operands are bf16, or fp8 with a scale for every row of both, twice as deep a stage.
+// Operands are bf16, or fp8 with a scale for every row of both. For fp8 a stage is twice as deep.
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
@@ -25,11 +26,11 @@
 namespace fused_ops {
 namespace {
 
-constexpr int kGroups = 2;                       // of four warps that multiply
-constexpr int kHalfRows = kGroups * kGroupRows;  // of the weight, in each half of a stage
-constexpr int kRows = 160;                       // of a tile, at most
+constexpr int kGroups = 2;                       // groups of four warps that multiply
+constexpr int kHalfRows = kGroups * kGroupRows;  // rows of the weight in each half of a stage
+constexpr int kRows = 160;                       // rows per tile, at most
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kChunkRows = 32;  // of the result, written at once
+constexpr int kChunkRows = 32;  // rows of the result that are written at once
 constexpr int kChunkBytes = kChunkRows * kRowBytes;
 
 struct Sizes {
@@ -40,13 +41,13 @@ struct Sizes {
   static constexpr int shared_bytes = num_stages * stage_bytes + kAlignment;
 };
 
-// Elements of a stage's depth.
+// Depth of a stage in elements.
 template <bool kIsFp8>
 constexpr int kStageDepth = kIsFp8 ? kRowBytes : kDepth;
 
 struct KernelParams {
   const char* x;
-  const float* x_scales;  // of fp8, as the next
+  const float* x_scales;  // for fp8 only, like weight_scales
   const float* weight_scales;
   const int* ends;
   const int* slots;
@@ -61,40 +62,42 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kWarps = kGroups * kGroupThreads / 32;
-constexpr int kVectors = kRowBytes / 16;             // of a row of a stage
-constexpr int kPassRows = kGroupThreads / kVectors;  // gathered at once
-// Registers of a thread that multiplies, and of one that copies; together those of the card.
+constexpr int kVectors = kRowBytes / 16;             // 16-byte vectors per row of a stage
+constexpr int kPassRows = kGroupThreads / kVectors;  // rows that are gathered at once
+// Registers of a thread that multiplies, and of one that copies. Together they use the registers of
+// a multiprocessor.
 constexpr int kMultiplyRegisters = 224;
 constexpr int kCopyRegisters = 56;
 
 struct Tile {
-  int first_row, num_rows;  // no rows: the end
+  int first_row, num_rows;  // 0 rows mark the end
   int first_column;
   int group;
 };
 
 struct Shared {
-  alignas(kRowBytes) char chunks[kGroups][kChunkBytes];  // of results on their way
+  alignas(kRowBytes) char chunks[kGroups][kChunkBytes];  // results on their way to global memory
   unsigned long long barriers[Sizes::num_stages][2];
-  Tile tiles[Sizes::num_stages];  // that begin in the stages
+  Tile tiles[Sizes::num_stages];  // tiles that start in the stages
   int ends[kMaxGroups];
 };
 
-// The halves of a stage are gates and ups of the same columns, or columns that lie apart.
+// The halves of a stage hold gates and ups of the same columns, or two ranges of columns.
 template <bool kIsGated>
 constexpr int kTileColumns = kIsGated ? kHalfRows : 2 * kHalfRows;
 
-// A block's tiles. All tiles are ordered by group, then by columns, then by rows: blocks that run
-// together share weights and rows. The tiles of a group have equally many rows, nearly.
+// Iterates over a block's tiles. All tiles are ordered by group, then by columns, then by rows, so
+// that blocks that run at the same time share weights and rows. The tiles of a group have nearly
+// equal numbers of rows.
 struct Walk {
-  const int* ends;  // shared memory
+  const int* ends;  // in shared memory
   int num_groups, tile_columns, column_tiles;
-  int next_tile;                                                      // of the block
-  int group = -1, first_tile = 0, num_tiles = 0, start = 0, end = 0;  // of the group
+  int next_tile;                                                      // next tile of this block
+  int group = -1, first_tile = 0, num_tiles = 0, start = 0, end = 0;  // state of the current group
   int row_tiles = 0;
   Tile tile{};
 
-  // Goes on to the next tile; false past the last.
+  // Moves to the next tile; returns false behind the last one.
   __device__ bool next() {
     while (next_tile >= first_tile + num_tiles) {
       if (++group == num_groups) return false;
@@ -115,15 +118,15 @@ struct Walk {
   }
 };
 
-// What goes into the stages, one after the other, by four warps.
+// The data that four warps copy to the stages, one stage after the other.
 template <bool kIsFp8, bool kIsGated>
 struct Source {
   const CUtensorMap* weight;
   const KernelParams& params;
-  Tile* tiles;  // shared memory
+  Tile* tiles;  // in shared memory
   Walk walk;
   int step = params.num_steps - 1;
-  const char* rows[kRows / kPassRows]{};  // of the tile, that this thread gathers
+  const char* rows[kRows / kPassRows]{};  // rows of the tile that this thread gathers
 
   __device__ bool next() {
     if (++step < params.num_steps) return true;
@@ -143,14 +146,15 @@ struct Source {
     }
   }
 
-  // Up to 31 rows more than those of the tile, whatever lies there in shared memory, are
-  // multiplied, too; nothing reads their sums.
+  // Up to 31 rows behind the tile's rows are multiplied too, with arbitrary data from shared
+  // memory. Nothing reads their sums.
   __device__ void copy_rows(const Ring<Sizes>& ring, int stage) {
     const int thread = threadIdx.x % kGroupThreads;
     const int first = thread / kVectors, vector = thread % kVectors;
     if (step == 0) find_rows(first, vector);
     const uint32_t target =
-        ring.x(stage) + first * kRowBytes + (vector ^ first % kVectors) * 16;  // the swizzle
+        // XOR with the vector is the swizzle
+        ring.x(stage) + first * kRowBytes + (vector ^ first % kVectors) * 16;
 #pragma unroll
     for (int i = 0; i < kRows / kPassRows; ++i) {
       if (first + i * kPassRows >= walk.tile.num_rows) break;
@@ -173,7 +177,7 @@ struct Source {
 
 template <typename Source>
 __device__ void produce(const Ring<Sizes>& ring, Source source) {
-  Source late = source;  // the rows come after the weights of an early launch
+  Source late = source;  // The rows are copied later than the weights of an early launch.
   int num_filled = 0;
   bool is_more = true;
   while (num_filled < Sizes::num_stages && (is_more = source.next())) {
@@ -201,8 +205,8 @@ __device__ void produce(const Ring<Sizes>& ring, Source source) {
   arrive(ring.full(at.stage));
 }
 
-// Two matrices [8, 8] as sums lie in the threads of a warp, transposed: each of the first 16 lanes
-// names where one of their columns goes, 16 bytes.
+// Stores two matrices [8, 8], transposed, from the registers in which a warp holds sums. Each of
+// the first 16 lanes passes the address of one column, 16 bytes.
 __device__ inline void store_transposed(uint32_t target, uint32_t first, uint32_t second) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(target),
                "r"(first), "r"(second)
@@ -214,14 +218,14 @@ __device__ inline uint32_t scaled(uint32_t pair, float scale) {
   return as_bits(__floats2bfloat162_rn(values.x * scale, values.y * scale));
 }
 
-// The rows of the result of which a thread writes 16 bytes: every kPassRows-th of a tile.
+// The rows of the result of which a thread writes 16 bytes each: every kPassRows-th row of a tile.
 template <bool kIsGated, int kWidth>
 struct Target {
   static constexpr int kCount = (kWidth + kPassRows - 1) / kPassRows;
-  int rows[kCount];  // -1: none
+  int rows[kCount];  // -1: no row
   float scales[kCount];
 
-  // Reads where the rows go to, long before there are sums.
+  // Reads the destinations of the rows long before there are sums.
   __device__ Target(const Tile& tile, const KernelParams& params) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -235,7 +239,7 @@ struct Target {
     }
   }
 
-  // Row i of them, from `source` in shared memory.
+  // Writes row i from `source` in shared memory.
   __device__ void write(int i, uint32_t source, int column, const KernelParams& params) const {
     if (rows[i] < 0 || column >= params.num_columns) return;
     uint4 vector = load_vector(source);
@@ -249,8 +253,8 @@ struct Target {
   }
 };
 
-// Multiplies the sums of fp8 numbers by the scales of their rows, and of the weight's: a thread has
-// two of these in each half. Those of the rows lie in `row_scales`.
+// Multiplies the sums of fp8 numbers by the scales of their rows and of the weight's rows, of which
+// a thread has two in each half. `row_scales` holds the scales of the tile's rows.
 template <bool kIsGated, int kWidth>
 __device__ void rescale(const Tile& tile, const KernelParams& params, int group,
                         const float* row_scales, float (&total)[2][kWidth / 2]) {
@@ -265,7 +269,8 @@ __device__ void rescale(const Tile& tile, const KernelParams& params, int group,
     for (int eight = 0; eight < 2; ++eight) {
       const int in_tile = group * kGroupRows + thread / 32 * 16 + eight * 8 + thread % 32 / 4;
       const int column = tile.first_column + (kIsGated ? 0 : half * gap) + in_tile;
-      const bool is_column = column < params.num_columns;  // of those behind nothing is written
+      // nothing is written for columns behind the last one
+      const bool is_column = column < params.num_columns;
       const int place = kIsGated ? column + half * gap : column;
       scales[eight] = is_column ? weight_scales[place] : 0.0f;
     }
@@ -282,11 +287,11 @@ __device__ void rescale(const Tile& tile, const KernelParams& params, int group,
   }
 }
 
-// Writes the sums of a group of four warps: kWidth rows of 64 columns, or twice that many. They go
-// through `chunk` in shared memory, kChunkRows rows at a time, so that whole lines are written.
+// Writes the sums of a group of four warps: kWidth rows of 64 columns, or of 128 if not gated. They
+// go through `chunk` in shared memory, kChunkRows rows at a time, so that whole lines are written.
 //
-// Of the 64 columns a thread has number lane / 4 of its warp's 16 and the one 8 further, and of
-// every eight rows lane % 4 * 2 and the next.
+// Of the 64 columns a thread has column lane / 4 of its warp's 16 columns and the column 8 further.
+// Of every eight rows it has row lane % 4 * 2 and the next one.
 template <bool kIsGated, int kWidth>
 __device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
                       const KernelParams& params, int group, uint32_t chunk,
@@ -325,7 +330,7 @@ __device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
   }
 }
 
-// Scales of the rows of a tile, for the four warps that multiply with them.
+// Loads the scales of a tile's rows for the four warps that use them.
 template <bool kIsGated>
 __device__ void load_scales(const Tile& tile, const KernelParams& params, float* row_scales) {
   for (int i = threadIdx.x % kGroupThreads; i < tile.num_rows; i += kGroupThreads) {
@@ -335,13 +340,14 @@ __device__ void load_scales(const Tile& tile, const KernelParams& params, float*
   }
 }
 
-// A group of four warps multiplies its 64 rows of each half of the weight with kWidth rows.
+// A group of four warps multiplies its 64 rows of each half of the weight by kWidth rows of x.
 template <bool kIsFp8, bool kIsGated, int kWidth>
 __device__ void multiply_tile(const Ring<Sizes>& ring, const Tile& tile, const KernelParams& params,
                               int group, uint32_t chunk, float* row_scales, Position& at) {
   if constexpr (kIsFp8) load_scales<kIsGated>(tile, params, row_scales);
   const Target<kIsGated, kWidth> target(tile, params);
-  // Zeros, or the registers of every width would be kept from tile to tile.
+  // Start with zeros, because otherwise the registers of every width would be kept from tile to
+  // tile.
   float total[2][kWidth / 2] = {};
   const int last = consume(ring, at, params.num_steps, [&](int stage, bool) {
     const uint64_t left = matrix_descriptor(ring.weight(stage) + group * kGroupRows * kRowBytes);
@@ -365,7 +371,7 @@ __device__ void multiply_tile(const Ring<Sizes>& ring, const Tile& tile, const K
   settle(total[1]);
   if (threadIdx.x % 32 == 0) arrive(ring.empty(last));
   if constexpr (kIsFp8) {
-    sync_group(group);  // the scales
+    sync_group(group);  // the scales are loaded
     rescale<kIsGated, kWidth>(tile, params, group, row_scales, total);
   }
   store(target, tile, params, group, chunk, total);
@@ -412,7 +418,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Ring<Sizes> ring{first_stage(stages), shared_address(shared.barriers)};
   if (threadIdx.x == 0) ring.open(&weight, &weight, kGroupThreads + 1, kWarps);
   if (!params.early) wait_for_prerequisites();
-  // Read past L1, which may hold what was there before where an earlier kernel still runs.
+  // Bypass L1, which may hold old contents if an earlier kernel still runs.
   for (int i = threadIdx.x; i < params.num_groups; i += kThreads) {
     shared.ends[i] = __ldcg(params.ends + i);
   }
@@ -427,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     produce(ring, Source<kIsFp8, kIsGated>{&weight, params, shared.tiles, walk});
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
-    wait_for_prerequisites();  // every thread that writes waits itself
+    wait_for_prerequisites();  // Every thread that writes must wait itself.
     launch_dependents();
     multiply_tiles<kIsFp8, kIsGated>(ring, shared.tiles, params, group,
                                      shared_address(shared.chunks[group]),
@@ -436,8 +442,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Results that fill the cache are written back while the kernel runs. If weights are the first to
-// leave the cache then, they leave before they are used; so they are not.
+// Results of this size or more fill the cache, and are written back while the kernel runs. If
+// weights were the first data to leave the cache, they would leave it before their use. So they are
+// not marked that way for large results.
 constexpr int64_t kMostKeptBytes = 32 << 20;
 
 template <bool kIsFp8, bool kIsGated>
@@ -449,7 +456,8 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
   CUtensorMap weight;
   constexpr int element_bytes = kRowBytes / depth;
   const int weight_rows = params.num_groups * params.num_columns * (kIsGated ? 2 : 1);
-  // The gathered rows stay in the cache, and push out what is fetched ahead of its use.
+  // The gathered rows stay in the cache and evict lines that are fetched before their use, so a
+  // gated product does not fetch pairs of lines.
   const cudaError_t error = describe(&weight, params.weight, weight_rows, params.depth,
                                      params.weight_stride, kHalfRows, element_bytes,
                                      /*in_pairs=*/!kIsGated);

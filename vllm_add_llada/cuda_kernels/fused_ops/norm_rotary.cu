@@ -4,7 +4,7 @@
 namespace fused_ops {
 namespace {
 
-// Whether the threads of a head are lanes of one warp and hold all its channels.
+// Whether the threads of a head are lanes of one warp and hold all of its channels.
 template <typename T, typename Table>
 bool is_head_in_lanes(const RotaryParams& params) {
   const int num_lanes = num_runs_of<kVectorWidth<T>, /*kHasNorm=*/true>(params);

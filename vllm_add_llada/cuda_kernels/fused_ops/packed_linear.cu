@@ -2,24 +2,25 @@
 //
 // x weight^T for a weight of 4-bit numbers, which is read as it is stored.
 //
-// The copy engine brings both through a ring of shared-memory stages (as in skinny_linear.cuh). A
-// group of four warps has 64 columns of the product. Its threads make the weight's numbers bf16 in
-// registers, as the tensor cores want their left operand; rows of x are the right one. Several such
-// groups of warps hide each other's waiting: they take other columns, or of a narrow tile every
-// third stage each. (That one has the products of two groups under way is what the compiler does
-// not accept.)
+// The copy engine brings both operands through a ring of shared-memory stages (as in
+// skinny_linear.cuh). A group of four warps computes 64 columns of the product. Its threads convert
+// the weight's numbers to bf16 in registers, in the layout of the tensor cores' left operand. Rows
+// of x are the right operand. Several such groups of warps hide each other's waits: each takes
+// other columns or, for a narrow tile, every third stage. (One group of warps cannot keep two
+// products in flight, because the compiler does not accept it.)
 //
-// Few rows leave time to be exact: products of a group of numbers are summed alone and then
-// multiplied by the group's scale, in fp32. The sums of more rows take all registers, and a number
-// meets many of them: there it is multiplied by its scale and rounded to bf16, as `unpack` does.
+// With few rows there is time to be exact: products of a group of numbers are summed separately and
+// then multiplied by the group's scale, in fp32. With more rows, the sums take all registers, and a
+// number is used for many rows. So it is multiplied by its scale and rounded to bf16 first, as
+// `unpack` does.
 //
-// A cluster of `split` blocks shares the depth; at the end each adds up its share of the columns
-// out of the shared memory of all, always in the same order. More rows than a block has are further
-// blocks, which find the weight in the cache.
+// A cluster of `split` blocks shares the depth. At the end each block adds up its share of the
+// columns from the shared memory of all blocks, always in the same order. Rows beyond the rows of a
+// block are processed by further blocks, which find the weight in the cache.
 //
-// How the numbers lie: `STRIP` in Python. A thread's 16 bytes of a strip are those that it
-// needs of a row of the weight, a word for every 32 of the depth; of the eight numbers of a word,
-// i and i + 4 are neighbours.
+// `STRIP` in Python defines the order of the numbers. A thread's 16 bytes of a strip are the
+// numbers that it needs of a row of the weight, with one word for every 32 of the depth. Of the
+// eight numbers of a word, i and i + 4 are neighbours.
 
 #include <algorithm>
 
@@ -33,20 +34,22 @@ namespace {
 
 constexpr int kTileColumns = 64;
 constexpr int kMaxStages = 8;
-constexpr int kBarrierBytes = kMaxStages * 24;  // a third one a stage: its rows of x have come
+// a third barrier per stage: its rows of x have arrived
+constexpr int kBarrierBytes = kMaxStages * 24;
 
-// What a block computes: 64 columns for each of `tiles` groups of warps, or `deep` of them take
-// turns at the stages of the same columns.
+// The tile of a block: 64 columns for each of `tiles` groups of warps. With `deep` > 1, that many
+// groups of warps take turns at the stages of the same columns.
 template <int tiles, int deep, int rows>
 struct Shape {
   static constexpr int kTiles = tiles, kDeep = deep, kRows = rows;
   static constexpr int kColumns = kTiles * kTileColumns;
-  static constexpr bool kScalesWeight = kRows > 64;  // not its products
+  static constexpr bool kScalesWeight = kRows > 64;  // scales the weight, not the products
   static constexpr int kStageDepth = kScalesWeight ? 128 : 256;
   static constexpr int kWeightRow = kStageDepth / 2;  // bytes
   static constexpr int kWeightBytes = kColumns * kWeightRow;
   static constexpr int kStageBytes = kWeightBytes + kRows * kStageDepth * 2;
-  // The two warps that feed the ring are of four where they give their registers to the others.
+  // The two warps that feed the ring belong to a group of four if that group gives registers to the
+  // others.
   static constexpr int kConsumers = kTiles * kDeep * kGroupThreads;
   static constexpr int kThreads = kConsumers + (kScalesWeight ? kGroupThreads : 64);
 };
@@ -64,7 +67,7 @@ struct KernelParams {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-constexpr int kBytesUnderWay = 40 * 1024;  // of the weight, while a block begins
+constexpr int kBytesUnderWay = 40 * 1024;  // bytes of the weight in flight while a block starts
 
 __device__ void load_words(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -92,7 +95,8 @@ __device__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
-// Of a whole group of four warps: the producing one gives registers back, the others take them.
+// Moves registers; called by all threads of a group of four warps. The producing group gives
+// registers back, the other groups take them.
 template <typename S, bool kIsProducer>
 __device__ void share_registers() {
   if constexpr (S::kScalesWeight) {
@@ -105,7 +109,8 @@ __device__ void share_registers() {
   }
 }
 
-// Where a block's columns lie in the weight: two runs, which are gate and up or follow each other.
+// The rows of the weight for a block's columns: two runs, which are gate and up or follow each
+// other.
 struct Columns {
   int first, stride, half;
 
@@ -114,7 +119,7 @@ struct Columns {
   }
 };
 
-// A number by a divisor. To add another one takes no division.
+// Quotient and remainder of a number by a divisor. Adding another quotient takes no division.
 struct Quotient {
   int whole, rest;
 
@@ -132,7 +137,7 @@ template <int kGroup, bool kIsTable>
 struct GroupScales {
   float* scales;
   uint8_t* zeros;
-  int pitch;  // rows apart in the banks
+  int pitch;  // elements from one group to the next, so that neighbours use other banks
 
   __device__ GroupScales(char* shared, int num_columns, int num_groups)
       : scales(reinterpret_cast<float*>(shared)),
@@ -160,18 +165,19 @@ struct GroupScales {
   }
 };
 
-// By this one a stage's rows of x are there; the ring's own is for the weight alone.
+// The barrier for a stage's rows of x; the ring's own barrier is for the weight alone.
 __device__ uint32_t rows_barrier(const Ring<>& ring, int stage) {
   return ring.barriers + kMaxStages * 16 + stage * 8;
 }
 
-// A stage that was filled before is filled again once it is empty.
+// Waits until a stage that was filled before is empty.
 __device__ void wait_for_room(const Ring<>& ring, const Position& at, int step) {
   if (step >= ring.sizes.num_stages) wait(ring.empty(at.stage), at.phase ^ 1);
 }
 
-// One thread brings the weight, which depends on no other kernel. What it asks for stands in queues
-// before the first rows and scales: so it fills the ring only as something comes.
+// One thread copies the weight, which depends on no other kernel. Its requests are queued in front
+// of the first rows and scales. So at the start it adds requests only when earlier ones have been
+// served.
 template <typename S>
 __device__ void produce_weight(const Ring<>& ring, const CUtensorMap* values,
                                const Columns& columns, const Ahead& ahead, int first_depth,
@@ -191,7 +197,7 @@ __device__ void produce_weight(const Ring<>& ring, const CUtensorMap* values,
   fetch_share(ahead.data, ahead.bytes);
 }
 
-// Another one brings the rows.
+// Another thread copies the rows.
 template <typename S>
 __device__ void produce_rows(const Ring<>& ring, const CUtensorMap* x, int first_row,
                              int first_depth, int num_steps) {
@@ -208,13 +214,16 @@ __device__ void produce_rows(const Ring<>& ring, const CUtensorMap* x, int first
   }
 }
 
-// A group of four warps multiplies its 64 columns in every stage, or in one of `kDeep`. In shared
-// memory, rows r and r + 4 of eight are 64 bytes apart where a stage is 256 deep: neighbours of the
-// tensor cores' rows, so that a warp reads without conflicts. Rows of 64 bytes lie one by one.
+// A group of four warps multiplies its 64 columns in every stage, or in one of `kDeep` stages.
+//
+// If a stage is 256 deep, rows r and r + 4 of every eight rows of the weight are neighbouring rows
+// of the tensor cores. The swizzle puts their data 64 bytes apart in shared memory, so that a warp
+// reads without bank conflicts. Rows of 64 bytes are contiguous and not swizzled.
 template <typename S, int kGroup, bool kIsTable>
 struct Consumer {
   static constexpr int kRows = S::kRows;
-  static constexpr int kUnit = S::kScalesWeight ? 64 : kGroup;  // of products at a time
+  // depth that is multiplied at a time
+  static constexpr int kUnit = S::kScalesWeight ? 64 : kGroup;
   static constexpr int kWords = kUnit / 32;
   const Ring<>& ring;
   const KernelParams& params;
@@ -222,7 +231,7 @@ struct Consumer {
   int column;
   uint32_t k128;
 
-  // The thread's two rows of a unit, by its depth in the stage, as the tensor cores take them.
+  // The thread's two rows of a unit in the layout of the tensor cores, at some depth in the stage.
   struct Unit {
     uint32_t words[2][kWords], zeros[2];
     float scales[2];
@@ -245,8 +254,8 @@ struct Consumer {
     return unit;
   }
 
-  // Enqueues the products of a unit, whose numbers become `left`; they are added to sums or, if
-  // not `accumulate`, take their place.
+  // Enqueues the products of a unit, whose numbers are converted into `left`. The products are
+  // added to `sums` if `accumulate`, else they replace `sums`.
   __device__ void begin(const Unit& unit, int stage, int depth, uint32_t (&left)[kUnit / 16][4],
                         float (&sums)[kRows / 2], bool accumulate) const {
     const uint64_t rows = matrix_descriptor(ring.x(stage) + depth / kDepth * kRows * kRowBytes);
@@ -273,7 +282,7 @@ struct Consumer {
     }
     begin_products();
 #pragma unroll
-    for (int k = 0; k < kUnit / 16; ++k) {  // in steps of the tensor cores
+    for (int k = 0; k < kUnit / 16; ++k) {  // one tensor-core instruction per iteration
       const uint64_t right = rows + k / 4 * (kRows * kRowBytes >> 4) + k % 4 * 2;
       multiply(sums, left[k], right, accumulate || k > 0);
     }
@@ -295,7 +304,8 @@ struct Consumer {
       for (int i = 0; i < kRows / 2; ++i) total[i] += unit.scales[i / 2 % 2] * partial[i];
     }
 #pragma unroll
-    for (auto& fragment : left) keep(fragment);  // till the products are there
+    // Keep the registers until the products are complete.
+    for (auto& fragment : left) keep(fragment);
   }
 
   __device__ void consume(int num_steps, int part, float (&total)[kRows / 2]) const {
@@ -313,8 +323,8 @@ struct Consumer {
   }
 };
 
-// Adds up the sums of `kDeep` parts [num_rows, kPitch] each in the blocks of a cluster, and writes
-// them.
+// Adds up the sums of `kDeep` parts, [num_rows, kPitch] each, in the blocks of a cluster, and
+// writes the totals.
 template <typename S>
 __device__ void store(const KernelParams& params, const Columns& columns, uint32_t sums, int rank,
                       int first_row, int num_rows) {
@@ -389,10 +399,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int all_steps = params.depth / S::kStageDepth;
   const int first_step = rank * all_steps / params.split;
   const int num_steps = (rank + 1) * all_steps / params.split - first_step;
-  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // known to be the warp's
+  // lets the compiler assume one value per warp
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
   const int group = warp / 4;
-  // Of the tensor cores' rows, which are the weight's; the thread has this one and the eighth
-  // after.
+  // The thread's row of the tensor cores, which is a row of the weight. The thread has this row and
+  // the row 8 further.
   const int pair = threadIdx.x % 32 / 4;
   const int column = group % kTiles * kTileColumns + warp % 4 * 16 +
                      (S::kWeightRow == kRowBytes ? pair >> 1 | (pair & 1) << 2 : pair);
@@ -420,9 +431,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Consumer<S, kGroup, kIsTable> consumer{ring, params, scales, column, k128};
   float total[kRows / 2]{};
   consumer.consume(num_steps, group / kTiles, total);
-  wait_for_prerequisites();  // every thread that writes does
+  wait_for_prerequisites();  // Every thread that writes must wait itself.
   sync_consumers<S::kConsumers>();
-  // The stages are read; their place takes the sums, fp32 [kDeep, rows, kPitch].
+  // All stages have been read. Their memory now takes the sums, fp32 [kDeep, rows, kPitch].
   const int num_rows = min(kRows, params.num_rows - first_row);
 #pragma unroll
   for (int i = 0; i < kRows / 2; ++i) {
@@ -437,7 +448,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     sync_consumers<S::kConsumers>();
   }
   store<S>(params, columns, base, rank, first_row, num_rows);
-  if (params.split > 1) {  // no block ends while others read its shared memory
+  if (params.split > 1) {  // A block must not end while others read its shared memory.
     cluster_arrive_after_reads();
     cluster_wait();
   }
@@ -452,7 +463,8 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
       params.depth / S::kStageDepth < split || kColumns / 2 % (split * 4) != 0) {
     return cudaErrorInvalidValue;
   }
-  const int num_steps = (params.depth / S::kStageDepth + split - 1) / split;  // of a block, at most
+  // stages per block, at most
+  const int num_steps = (params.depth / S::kStageDepth + split - 1) / split;
   CUtensorMap x, values;
   cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride, kRows);
   if (error != cudaSuccess) return error;
@@ -464,9 +476,10 @@ cudaError_t launch(const PackedLinearParams& params, cudaStream_t stream) {
   const int overhead =
       kAlignment + kBarrierBytes + num_groups * (kColumns + 1) * (kIsTable ? 4 : 5);
   int num_stages = std::min({kMaxStages, (kSharedBytes - overhead) / S::kStageBytes, num_steps});
-  // A stage that is filled again is of the same warps each time: others would miss a phase of it.
+  // A stage that is refilled must always belong to the same warps, because other warps would miss a
+  // phase of its barrier.
   if (num_stages < num_steps) num_stages -= num_stages % S::kDeep;
-  // The sums take the place of the stages.
+  // The sums reuse the memory of the stages.
   const int num_rows = std::min(params.num_rows, kRows);
   const int sum_bytes = S::kDeep * num_rows * (kColumns + 4) * 4;
   const int shared_bytes = std::max(num_stages * S::kStageBytes, sum_bytes) + overhead;
@@ -515,7 +528,9 @@ cudaError_t launch_packed_linear(const PackedLinearParams& params, cudaStream_t 
   if (params.num_rows < 1) return cudaErrorInvalidValue;
   const int columns = params.tiling.columns;
   switch (params.tiling.rows) {
-    case 0:  // three groups of warps: one for every 64 columns, or all for those of a narrow tile
+    // Three groups of warps: one for every 64 columns, or all three for the columns of a narrow
+    // tile.
+    case 0:
       if (columns == 64) return launch_few<1, 3>(params, stream);
       if (columns == 192) return launch_few<3, 1>(params, stream);
       break;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Numbers of 4 bits made 16-bit floats in registers, eight to a word: of these, i and i + 4 are
-// neighbours along the depth (`STRIP` in Python).
+// Converts 4-bit numbers to 16-bit floats in registers. A word holds eight numbers, of which i and
+// i + 4 are neighbours along the depth (`STRIP` in Python).
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace fused_ops {
 
-constexpr int kStrip = 128;  // numbers of the depth whose order is changed together
+constexpr int kStrip = 128;  // numbers along the depth whose order is changed together
 
 __device__ inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
@@ -18,14 +18,15 @@ __device__ inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
-// Bytes of the numbers in the lower half of a word. A selector of 8 or more gives the sign of a
-// byte eight times: what stands there cancels it in the other half of the table.
+// Looks up a byte for each of the four numbers in the lower half of a word. A selector of 8 or more
+// returns the sign bit of a byte eight times. `LookUp` stores the bytes so that the XOR with the
+// other half of the table cancels it.
 __device__ inline uint32_t looked_up(const uint32_t (&low)[2], const uint32_t (&high)[2],
                                      uint32_t word) {
   return permuted(low[0], low[1], word) ^ permuted(high[0], high[1], word ^ 0x8888);
 }
 
-// The eight numbers of a word as pairs i, i + 4.
+// Looks up the eight numbers of a word, as pairs of numbers i and i + 4.
 __device__ inline void look_up(const LookUp& table, uint32_t word, uint32_t (&pairs)[4]) {
   uint32_t neighbours[2][2];
 #pragma unroll
@@ -43,16 +44,17 @@ __device__ inline void look_up(const LookUp& table, uint32_t word, uint32_t (&pa
   }
 }
 
-// Pair i of a word of whole numbers, each put into the lowest bits of a power of two, to which it
-// is added so: 128 in bf16, 1024 in fp16. `base` is a pair of that one, and comes in a register: of
-// one instruction only one operand may be a constant.
+// Puts pair i of a word of integers into the lowest bits of a power of two, which adds them to it:
+// 128 in bf16, 1024 in fp16. `base` is a pair of that power. It comes in a register, because only
+// one operand of an instruction may be a constant.
 __device__ inline uint32_t above(uint32_t base, uint32_t word, int i) {
   uint32_t sum;  // word & 0x000F000F | base
   asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(sum) : "r"(word >> i * 4), "r"(base));
   return sum;
 }
 
-// The same as `look_up`, of whole numbers less their zero point: `zero` is such a pair, too.
+// Like `look_up`, for integers minus their zero point. `zero` is a pair of the power of two plus
+// the zero point.
 __device__ inline void subtract(uint32_t k128, uint32_t zero, uint32_t word, uint32_t (&pairs)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -60,8 +62,8 @@ __device__ inline void subtract(uint32_t k128, uint32_t zero, uint32_t word, uin
   }
 }
 
-// A scale as two bf16 numbers that add up to it, nearly: a whole number times both, added before
-// it is rounded, is the product with the scale rounded once.
+// A scale as two bf16 numbers whose sum is nearly the scale. An integer times both, added before
+// rounding, is the product with the scale, rounded once.
 struct TwoPartScale {
   __nv_bfloat162 upper, lower;
 

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// x weight^T on any card since compute capability 8.0: what products of few and of many rows share.
+// x weight^T on any card of compute capability 8.0 or later: the code that products of few and of
+// many rows share.
 //
-// The blocks that fit on the card at once share the work, whatever its shape: all steps along the
-// depth of all tiles stand in one row, and every block takes a run of them. Of a tile that several
-// blocks computed parts of, each writes its sums to the workspace; the last one to do so adds them
-// up in the order of the depth. So every sum has one order.
+// The blocks that fit on the card at once share the work, whatever its shape. The steps along the
+// depth of all tiles form one sequence, and every block takes a run of it. If several blocks
+// compute parts of a tile, each writes its sums to the workspace. The last block to do so adds them
+// up in the order of the depth, so the order of every sum is fixed.
 //
-// Stages of the weight and of x pass through a ring in shared memory that never drains, from tile
-// to tile. The weight is the left operand of the tensor cores.
+// Stages of the weight and of x pass through a ring in shared memory that never drains from tile to
+// tile. The weight is the left operand of the tensor cores.
 //
-// No product starts before the kernel in front of it ends: a block has all registers of a
-// multiprocessor, and would begin late wherever a block of that kernel still has some.
+// No product starts before the previous kernel ends. A block uses all registers of a
+// multiprocessor, so it would start late on any multiprocessor where a block of that kernel still
+// has some.
 
 #pragma once
 
@@ -28,12 +30,14 @@ namespace {
 
 using namespace native;
 
-constexpr int kTileColumns = 128;       // rows of the weight
-constexpr int kGateColumns = 32;        // of a gated product 16 gates and their 16 ups in each
-constexpr int kLeastSteps = 4;          // of a block: fewer mostly start, and add up parts
-constexpr int kMostShared = 98 * 1024;  // of a block, on any card, beside what is static
+constexpr int kTileColumns = 128;  // rows of the weight
+constexpr int kGateColumns = 32;   // a gated product has 16 gates and their 16 ups in each
+// steps per block, at least; with fewer, start-up and adding up parts would dominate
+constexpr int kLeastSteps = 4;
+// bytes per block, on any card, in addition to static shared memory
+constexpr int kMostShared = 98 * 1024;
 
-// Numbers of 16 bits, in pairs.
+// Conversions of pairs of 16-bit numbers.
 template <typename T>
 struct Sixteen;
 
@@ -58,15 +62,15 @@ struct Sixteen<__half> {
   }
 };
 
-// How the warps of a block share a tile: each has `kMatrices` times 16 of its columns.
+// How the warps of a block share a tile: each has `kMatrices` * 16 of its columns.
 template <int kColumnWarps_, int kRowWarps_, int kRows_>
 struct Shape {
   static constexpr int kColumnWarps = kColumnWarps_, kRowWarps = kRowWarps_, kRows = kRows_;
   static constexpr int kThreads = 32 * kColumnWarps * kRowWarps;
   static constexpr int kWarpColumns = kTileColumns / kColumnWarps, kWarpRows = kRows / kRowWarps;
   static constexpr int kMatrices = kWarpColumns / 16, kEights = kWarpRows / 8;
-  // Of a thread: of weight rows lane / 4 and 8 further of each 16 of the warp's, and of every eight
-  // rows of x lane % 4 * 2 and the next.
+  // Sums of a thread. Of each 16 weight rows of the warp it has row lane / 4 and the row 8 further.
+  // Of every eight rows of x it has row lane % 4 * 2 and the next one.
   using Sums = float[kMatrices][kEights][4];
 
   static __device__ int column() { return threadIdx.x / 32 % kColumnWarps * kWarpColumns; }
@@ -82,34 +86,35 @@ __device__ void clear(float (&sums)[kMatrices][kEights][4]) {
   }
 }
 
-// Which rows of the weight a tile has.
+// The rows of the weight that belong to a tile.
 struct Columns {
-  int first, half;  // half: of a gated product, the number of gates; else 0
+  int first, half;  // half: the number of gates of a gated product, else 0
   int end;          // columns of the result
 
-  // Row of the weight, by the row of the tile.
+  // The row of the weight for a row of the tile.
   __device__ int row(int local) const {
     if (half == 0) return first + local;
     return first + local / kGateColumns * 16 + local % 16 + local / 16 % 2 * half;
   }
-  // Column of the result, by the row of the tile.
+  // The column of the result for a row of the tile.
   __device__ int column(int local) const {
     return half == 0 ? first + local : first + local / kGateColumns * 16 + local % 16;
   }
 };
 
-// The runs of steps of the blocks. Tiles come in groups, each shared by equally many blocks.
+// The runs of steps of the blocks. Tiles form groups, and each group is shared by the same number
+// of blocks.
 struct Work {
-  int num_steps;        // of a tile
-  int row_tiles;        // those of the same columns follow each other
-  int num_units;        // steps of a group
-  unsigned num_blocks;  // of a group
+  int num_steps;        // steps per tile
+  int row_tiles;        // number of row tiles; those of the same columns follow each other
+  int num_units;        // steps per group
+  unsigned num_blocks;  // blocks per group
 
   __device__ int begin(unsigned block) const {
     const unsigned group = block / num_blocks;
     return group * num_units + (block - group * num_blocks) * num_units / num_blocks;
   }
-  // The block that has a unit in its run.
+  // The block whose run contains a unit.
   __device__ int block_of(unsigned unit) const {
     const unsigned group = unit / num_units;
     unit -= group * num_units;
@@ -124,12 +129,13 @@ __device__ inline Columns columns_of(const PortableParams& params, const Work& w
   return {tile / work.row_tiles * width, half, is_gated ? half : params.num_columns};
 }
 
-// A thread's lines of the weight: every `kApart`th of a tile's rows, `kLines` of them.
+// A thread's lines of the weight: `kLines` rows of a tile, `kApart` rows apart.
 template <int kApart, int kLines>
 struct WeightLines {
   const char* first;
-  int64_t next, other;  // bytes from a row of the tile to the one 32 further, and 16 further
-  uint32_t there;       // a bit each
+  // bytes from a row of the tile to the row 32 further, and to the row 16 further
+  int64_t next, other;
+  uint32_t there;  // bit i: line i exists
 
   __device__ void begin(const PortableParams& params, const Columns& columns, int local,
                         int64_t stride) {
@@ -148,7 +154,7 @@ struct WeightLines {
   __device__ bool is_there(int i) const { return (there >> i & 1) != 0; }
 };
 
-// A thread's lines of x, likewise; those that are not there are zeros.
+// A thread's lines of x, in the same way. Missing lines read as zeros.
 template <int kApart, int kLines>
 struct RowLines {
   const char* first;
@@ -171,7 +177,7 @@ template <typename T, typename S>
 __device__ void write(const PortableParams& params, const Work& work, int tile,
                       const typename S::Sums& sums) {
   using N = Sixteen<T>;
-  constexpr int kGroups = S::kMatrices * 2;  // of eight columns
+  constexpr int kGroups = S::kMatrices * 2;  // groups of eight columns
   constexpr int kAtOnce = S::kEights < 32 / kGroups ? S::kEights : 32 / kGroups;
   const int lane = threadIdx.x % 32;
   const int first_row = tile % work.row_tiles * S::kRows + S::row();
@@ -179,7 +185,8 @@ __device__ void write(const PortableParams& params, const Work& work, int tile,
   const bool is_gated = params.epilogue == Epilogue::kSiluMul;
   const bool adds = params.epilogue == Epilogue::kResidual;
 
-  // Pairs of the result, by eight rows and eight columns: null where there is none.
+  // The address of a pair of the result, by groups of eight rows and eight columns; null if it is
+  // outside.
   auto place = [&](int eight, int i) -> uint32_t* {
     const int row = first_row + eight * 8 + lane / 4;
     const int column = columns.column(S::column() + i * 8);
@@ -202,7 +209,7 @@ __device__ void write(const PortableParams& params, const Work& work, int tile,
   }
 #pragma unroll
   for (int begin = 0; begin < S::kEights; begin += kAtOnce) {
-    uint32_t there[kAtOnce][kGroups] = {};  // asked for all at once
+    uint32_t there[kAtOnce][kGroups] = {};  // loaded all at once
     if (adds) {
 #pragma unroll
       for (int eight = 0; eight < kAtOnce; ++eight) {
@@ -229,7 +236,7 @@ __device__ void write(const PortableParams& params, const Work& work, int tile,
       for (int i = 0; i < kGroups; ++i) {
         if (is_gated && i % 4 > 1) continue;
         float2 v = meant(i);
-        if (is_gated) {  // rounded as PyTorch rounds them one by one
+        if (is_gated) {  // rounded like PyTorch's separate operations
           const float2 up = N::wide(N::pair(meant((i + 2) % kGroups)));
           v = N::wide(N::pair(v));
           v = N::wide(N::pair(make_float2(silu(v.x), silu(v.y))));
@@ -246,16 +253,17 @@ __device__ void write(const PortableParams& params, const Work& work, int tile,
   }
 }
 
-// Adds up the parts of a tile, if this block is the last to bring one; returns whether it is.
+// Adds up the parts of a tile if this block is the last one to contribute; returns whether it is.
 template <typename S>
 __device__ bool gather(const PortableParams& params, const Work& work, int tile,
                        typename S::Sums& sums, int* shared) {
-  constexpr int kQuads = S::kMatrices * S::kEights;  // of a thread
+  constexpr int kQuads = S::kMatrices * S::kEights;  // quads per thread
   const int first_unit = tile * work.num_steps;
   const int first = work.block_of(first_unit);
   const int last = work.block_of(first_unit + work.num_steps - 1);
   if (first == last) return true;
-  // A block has two places: for the tile that it begins with, and for the one that it ends with.
+  // A block has two places in the workspace: one for the tile that it begins with, one for the tile
+  // that it ends with.
   const bool is_begun = work.begin(first) == first_unit;
   auto place = [&](int block) {
     return reinterpret_cast<float4*>(params.parts) +
@@ -269,7 +277,7 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
     __stcg(own + i * S::kThreads, make_float4(quad[0], quad[1], quad[2], quad[3]));
   }
   __syncthreads();
-  if (threadIdx.x == 0) {  // for all threads, which the barriers bind to it
+  if (threadIdx.x == 0) {  // on behalf of all threads, which the barriers order with this one
     __threadfence();
     const bool is_last = atomicAdd(params.counts + tile, 1) == last - first;
     __threadfence();
@@ -279,7 +287,7 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
   __syncthreads();
   if (*shared == 0) return false;
   clear(sums);
-  // Of so many quads at once so many parts.
+  // Add kParts parts of kSome quads at once.
   constexpr int kSome = kQuads < 8 ? kQuads : 8;
   constexpr int kParts = kQuads > 16 ? 2 : 4;
 #pragma unroll
@@ -309,7 +317,8 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
   return true;
 }
 
-// Writes what a block has of a tile, or leaves it to the last one that has; clears the sums.
+// Writes a block's sums of a tile, or leaves them to the last block that contributes; clears the
+// sums.
 template <typename T, typename S>
 __device__ void finish(const PortableParams& params, const Work& work, int tile,
                        typename S::Sums& sums, int* shared) {
@@ -317,8 +326,8 @@ __device__ void finish(const PortableParams& params, const Work& work, int tile,
   clear(sums);
 }
 
-// How many blocks of a kernel a multiprocessor of the current device can have at once; asked for
-// once a thread and device.
+// Finds how many blocks of a kernel fit on a multiprocessor of the current device. The driver is
+// asked once per thread and device.
 template <auto kKernel>
 cudaError_t find_residents(int threads, int shared_bytes, int* found) {
   thread_local int known_device = -1, known_bytes = 0, known = 0;
@@ -337,14 +346,15 @@ cudaError_t find_residents(int threads, int shared_bytes, int* found) {
   return error;
 }
 
-// Whether tiles of 256 rows would be cut into three parts or more: their sums take longer to add up
-// than two tiles of 128 rows take to read the weight twice, the second time from the cache.
+// Whether tiles of 256 rows would be divided into three parts or more. Adding up their sums takes
+// longer than reading the weight twice for two tiles of 128 rows, because the second time it comes
+// from the cache.
 inline bool takes_short_tiles(const PortableParams& params) {
   const int tiles = (params.num_columns + kTileColumns - 1) / kTileColumns;
   return tiles * ((params.num_rows + 255) / 256) * 3 <= params.multiprocessors;
 }
 
-// Starts a kernel whose warps share tiles as S says, of so much depth a step.
+// Launches a kernel whose warps share tiles according to S, with steps of `depth`.
 template <typename S, auto kKernel>
 cudaError_t launch_portable_kernel(const PortableParams& params, int depth, int shared_bytes,
                                    cudaStream_t stream) {
@@ -364,7 +374,7 @@ cudaError_t launch_portable_kernel(const PortableParams& params, int depth, int 
   Work work{};
   work.num_steps = static_cast<int>(num_steps);
   work.row_tiles = static_cast<int>(row_tiles);
-  // A block has one part of one tile where that leaves few multiprocessors idle.
+  // A block gets one part of one tile if this leaves few multiprocessors idle.
   const int64_t whole = blocks - blocks % num_tiles;
   const bool is_apart = num_tiles < blocks && whole * 10 >= blocks * 9;
   if (is_apart) blocks = whole;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Products of up to 64 rows: reading the weight is most of the time. Every thread reads what it
-// multiplies itself, 16 bytes of a line at a time, into registers, so warps wait for each other
-// only where x comes to shared memory. Warps of the same columns share the depth of a step, and add
-// up their sums at the end of a tile.
+// Products of up to 64 rows, where reading the weight takes most of the time. Every thread loads
+// the numbers that it multiplies itself, 16 bytes of a line at a time, into registers. So warps
+// wait for each other only when x arrives in shared memory. Warps of the same columns share the
+// depth of a step, and add up their sums at the end of a tile.
 
 #pragma once
 
@@ -12,18 +12,18 @@
 namespace fused_ops {
 namespace {
 
-constexpr int kLineBytes = 128;  // of a row of x
+constexpr int kLineBytes = 128;  // bytes per row of x
 
-// Which 16 bytes of a row lie where those of another would: what eight lanes load at once is in
-// different banks, whether it is the same place of eight rows, or four places of two.
+// The swizzle of a row's 16-byte chunks. The data that eight lanes load at once is in different
+// banks, whether it is the same chunk of eight rows or four chunks of two rows.
 __device__ constexpr int turn(int row) { return row % 2 * 4 + row / 2 % 4; }
 
 __device__ inline uint32_t line(int row, int chunk) {
   return row * kLineBytes + (chunk ^ turn(row)) * 16;
 }
 
-// Loads 16 bytes that are read once, of the weight. Behind the depth any of it will do: it meets
-// zeros of x.
+// Loads 16 bytes of the weight, which are read once. Behind the end of the depth any address will
+// do, because the numbers are multiplied by zeros of x.
 __device__ inline uint4 load_once(const char* address) {
   uint4 words;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -32,11 +32,11 @@ __device__ inline uint4 load_once(const char* address) {
   return words;
 }
 
-// What a thread reads of the weight: row lane / 4 of each eight of its warp's columns. Those that
-// are not there are some that are; nothing of them is written.
+// The rows of the weight that a thread reads: row lane / 4 of each eight of its warp's columns.
+// Missing rows are replaced by existing ones; nothing writes their results.
 struct ThreadRows {
-  int first;        // row
-  int eight, next;  // rows from it to those 8 and 16 columns further
+  int first;        // first row
+  int eight, next;  // rows from `first` to the rows 8 and 16 columns further
 
   __device__ ThreadRows(const Columns& columns, int column) {
     const int lane = threadIdx.x % 32;
@@ -46,15 +46,15 @@ struct ThreadRows {
   }
 };
 
-// The sums of a warp for all rows, before they are added to those of other warps.
+// The sums of a warp for all rows, before the sums of other warps are added.
 template <typename S>
 using WarpSums = float[S::kMatrices][S::kRows / 8][4];
 
-// Bytes of shared memory in which sums of the warps of the same columns meet.
+// Bytes of shared memory in which the warps of the same columns exchange sums.
 template <typename S>
 constexpr int kMeetingBytes = S::kRowWarps == 1 ? 0 : S::kThreads * S::kRowWarps * 16;
 
-// Adds up the sums of the warps of the same columns, of which each keeps those of its rows.
+// Adds up the sums of the warps of the same columns; each warp keeps the sums of its rows.
 template <typename S>
 __device__ void share(const WarpSums<S>& all, typename S::Sums& sums, float4* memory) {
   const int own = threadIdx.x / (32 * S::kColumnWarps),
@@ -88,7 +88,7 @@ __device__ void share(const WarpSums<S>& all, typename S::Sums& sums, float4* me
   }
 }
 
-// What a stage has beside rows of x: nothing.
+// Weights without scales: a stage holds only rows of x.
 template <typename S>
 struct NoScales {
   static constexpr int kBytes = 0;
@@ -97,34 +97,35 @@ struct NoScales {
 };
 
 template <typename W>
-constexpr int kRowBytes = W::S::kRows * kLineBytes * W::kLines * W::S::kRowWarps;  // of a stage
+// bytes per stage
+constexpr int kRowBytes = W::S::kRows * kLineBytes * W::kLines * W::S::kRowWarps;
 
 template <typename W>
 constexpr int kStageBytes = kRowBytes<W> + W::Scales::kBytes;
 
-// How a weight is stored, read and multiplied:
+// The interface of a class that describes how a weight is stored, read and multiplied:
 //
-//   S                     whose warps of rows share the depth
-//   Number                of the result
-//   Scales                beside a stage of x
-//   kDepth                of a step
-//   kLines                of a row of x in a step, for each warp that shares the depth
-//   kRowElementBytes      of x
-//   kStrideBytes          of what the stride of the weight counts
-//   kBlocks               of a multiprocessor that have enough registers
-//   kStages               of x
-//   place(lane)           where a lane begins in the lines of x
+//   S                     shape, whose warps of rows share the depth
+//   Number                dtype of the result
+//   Scales                scales in a stage, in addition to x
+//   kDepth                depth of a step
+//   kLines                lines of a row of x in a step, for each warp that shares the depth
+//   kRowElementBytes      bytes per element of x
+//   kStrideBytes          bytes per unit of the weight's stride
+//   kBlocks               blocks per multiprocessor for which there are enough registers
+//   kStages               stages of x
+//   place(lane)           offset at which a lane begins in the lines of x
 //   begin(params, columns, step), advance(), end()
-//                         go to a step of a tile, to the next one, to none
-//   load(params)          what the first step multiplies
+//                         go to a step of a tile, to the next step, to no step
+//   load(params)          load the numbers of the first step
 //   multiply(params, x, scales, all)
-//                         by a stage, and load what the step gone to multiplies; without a branch,
-//                         as loads stand between products
+//                         multiply by a stage, and load the numbers of the step that was gone
+//                         to; without a branch, so that loads run between products
 template <typename W>
 __global__ void __launch_bounds__(W::S::kThreads, W::kBlocks)
     portable_few(const PortableParams params, const Work work) {
   using S = typename W::S;
-  constexpr int kChunks = 8 * W::kLines * S::kRowWarps;  // of a row of x
+  constexpr int kChunks = 8 * W::kLines * S::kRowWarps;  // 16-byte chunks per row of x
   constexpr int kApart = S::kThreads / kChunks;
   constexpr int kCopies = S::kRows / kApart;
   extern __shared__ __align__(1024) char shared[];

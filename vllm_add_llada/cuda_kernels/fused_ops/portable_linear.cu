@@ -21,29 +21,29 @@ struct Kind<Operands::kFloat16> {
 };
 template <>
 struct Kind<Operands::kFp8> {
-  using Number = __nv_bfloat16;  // of the result
+  using Number = __nv_bfloat16;  // dtype of the result
   static constexpr int kBytes = 1;
 };
 
-// A thread multiplies 16 bytes of a row of the weight by the same ones of a row of x, in the order
-// in which they lie there: its part of the depth of two instructions.
+// A thread multiplies 16 bytes of a row of the weight by the same bytes of a row of x, in the order
+// of memory: its part of the depth of two instructions.
 template <Operands kOperands, int kRows>
 struct PlainFew {
-  // Where fp8 is multiplied as fp16, registers suffice for half as many threads.
+  // If fp8 is multiplied as fp16, the registers suffice only for half the threads.
   using S = Shape<4, (kOperands == Operands::kFp8 && kRows > 32 ? 2 : 4), kRows>;
   using Scales = NoScales<S>;
   using Number = typename Kind<kOperands>::Number;
   static constexpr int kRowElementBytes = Kind<kOperands>::kBytes;
   static constexpr int kStrideBytes = kRowElementBytes;
-  static constexpr int kStepBytes = S::kRowWarps * kLineBytes;  // of a row
+  static constexpr int kStepBytes = S::kRowWarps * kLineBytes;  // bytes of a row per step
   static constexpr int kDepth = kStepBytes / kRowElementBytes;
   static constexpr int kLines = 1;
   static constexpr int kBlocks = 1;
   static constexpr int kStages = kRows > 32 ? 2 : 3;
 
-  const char* from;  // of what is loaded next
-  int eight, next;   // bytes to the other rows
-  int left;          // bytes of the depth from it on, also of no more
+  const char* from;  // address of the next load
+  int eight, next;   // bytes from `from` to the other rows
+  int left;          // bytes of the depth from `from` on; 0 or less if there is no next step
   uint4 numbers[2][S::kMatrices * 2] = {};
 
   static __device__ uint32_t place(int lane) { return line(lane / 4, lane % 4); }
@@ -75,10 +75,11 @@ struct PlainFew {
     load(params, 1);
   }
 
-  // An instruction's operand has registers that follow each other, where those of a load are of one
-  // row. Plain moves the compiler would repeat in front of every instruction, for want of
-  // registers; what an operation gives, here with a zero that it does not know, it keeps. With the
-  // sums of 64 rows there are too few registers to keep it, and the moves cost less.
+  // The registers of an instruction's operand must be consecutive, but a load fills registers of
+  // one row. The compiler would repeat plain moves in front of every instruction, because it lacks
+  // registers. It keeps the result of an operation, here an XOR with a zero whose value it cannot
+  // infer. With the sums of 64 rows there are too few registers to keep the result, and the moves
+  // cost less.
   __device__ void multiply(const PortableParams& params, uint32_t x, const char*,
                            WarpSums<S>& all) {
     const uint32_t zero = kRows > 32 ? 0 : params.num_rows >> 31;
@@ -110,10 +111,10 @@ struct PlainFew {
   }
 };
 
-// Of more rows. A warp multiplies 64 of the columns by a quarter of the rows, so that the tensor
-// cores take longer than shared memory. What it multiplies next is loaded while it multiplies, the
-// first of a stage before the last of the one before.
-constexpr int kShortBytes = 64;  // of a row of x and of the weight in a stage
+// Products of more rows. A warp multiplies 64 of the columns by a quarter of the rows, so that the
+// tensor cores take longer than shared memory. It loads the next operands while it multiplies, and
+// the first operands of a stage before the last product of the previous stage.
+constexpr int kShortBytes = 64;  // bytes of a row of x and of the weight per stage
 
 __device__ inline uint32_t short_line(int row, int chunk) {
   return row * kShortBytes + ((chunk ^ row >> 1) & 3) * 16;
@@ -165,13 +166,14 @@ __global__ void __launch_bounds__(PlainMany<kOperands, kRows>::S::kThreads)
     int tile, byte;
   };
   const int end_byte = work.num_steps * kShortBytes;
-  auto goes_on = [&](Place& place) {  // whether to another tile
+  auto goes_on = [&](Place& place) {  // returns whether the next place is in another tile
     place.byte += kShortBytes;
     if (place.byte < end_byte) return false;
     place = {place.tile + 1, chunk_byte};
     return true;
   };
-  // Without a branch, so that they stand between products; zeros where there is no more to do.
+  // The copies have no branch, so that they run between products. They write zeros when there is
+  // nothing left to copy.
   auto copy_weight = [&](int stage, const Place& place, bool is_more) {
     is_more = is_more && place.byte < depth_bytes;
 #pragma unroll
@@ -281,7 +283,7 @@ cudaError_t launch_any(const PortableParams& params, cudaStream_t stream) {
   return launch_many<kOperands, 256>(params, stream);
 }
 
-// Whether the code that the current device runs has products of fp8.
+// Finds whether the code that the current device runs has fp8 products.
 cudaError_t find_fp8(bool* has) {
   thread_local int known_device = -1;
   thread_local bool known = false;

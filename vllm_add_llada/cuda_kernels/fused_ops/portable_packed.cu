@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Portable products with weights of 4-bit numbers, read as they are stored.
+// Portable products with weights of 4-bit numbers, which are read as they are stored.
 
 #include "packed_numbers.cuh"
 #include "portable_few.cuh"
@@ -8,9 +8,9 @@
 namespace fused_ops {
 namespace {
 
-constexpr int kMostGroups = kStrip / 32;  // of a strip
+constexpr int kMostGroups = kStrip / 32;  // groups per strip, at most
 
-// The same as `subtract` and `TwoPartScale`, in fp16.
+// Like `subtract` and `TwoPartScale`, in fp16.
 struct HalfNumbers {
   static constexpr uint32_t kBase = 0x64006400;  // 1024
   static __device__ void subtract(uint32_t base, uint32_t zero, uint32_t word,
@@ -43,34 +43,35 @@ struct BFloat16Numbers {
   }
 };
 
-// How 4-bit numbers are multiplied.
+// The types that a product of 4-bit numbers uses.
 template <typename Numbers_, Operands kOperands_, typename Number_, bool kIsTable_>
 struct PackedKind {
   using Numbers = Numbers_;
-  using Number = Number_;  // of x and of the result
+  using Number = Number_;  // dtype of x and of the result
   static constexpr Operands kOperands = kOperands_;
   static constexpr bool kIsTable = kIsTable_;
 };
 
-// Scales and zero points of the strips of a stage, one strip for each of the warps that share the
-// depth: how they come to shared memory. Groups of a strip, where they are fewer, have one.
+// Copies the scales and zero points of a stage's strips to shared memory, one strip for each of the
+// warps that share the depth. Groups that are larger than a strip have one scale per strip.
 template <typename S, bool kIsTable, int kGroups, int kStrips_>
 struct StripScales {
-  static constexpr int kScaleBytes = kTileColumns * kGroups * 4;  // of a strip
+  static constexpr int kScaleBytes = kTileColumns * kGroups * 4;  // bytes of scales per strip
   static constexpr int kStripBytes = kScaleBytes + kTileColumns * kMostGroups;
   static constexpr int kBytes = kStrips_ * kStripBytes;
 
-  int strip;   // copied next
-  int64_t at;  // of this thread's row of the tile: its first group
+  int strip;   // strip to copy next
+  int64_t at;  // index of the first group of this thread's row of the tile
   bool is_there;
-  uint32_t zeros = 0;  // of the strip that is copied next
+  uint32_t zeros = 0;  // zero points of the strip to copy next
 
-  // Groups that begin in a strip, or 0 or 1 where it has one.
+  // Number of groups that begin in a strip. It is 1 if a strip has one group, and may be 0 if a
+  // group is larger than a strip.
   static __device__ int groups(const PortableParams& params) {
     return kGroups == 1 ? 1 : kStrip / params.group;
   }
 
-  // The place of the strip's first group.
+  // The index of the strip's first group.
   __device__ int64_t place(const PortableParams& params) const {
     if (groups(params) > 1) return at + strip * groups(params);
     return at + (params.group == kStrip ? strip : strip / (params.group / kStrip));
@@ -99,7 +100,7 @@ struct StripScales {
     load_zeros(params);
   }
 
-  // `is_last`: of the tile.
+  // `is_last`: whether this is the last strip of the tile.
   __device__ void copy(const PortableParams& params, uint32_t target, char* memory, bool is_more,
                        bool is_last) {
     if (S::kThreads == kStrips_ * kTileColumns || threadIdx.x < kStrips_ * kTileColumns) {
@@ -123,7 +124,7 @@ struct StripScales {
     if (!is_last) load_zeros(params);
   }
 
-  // Those of a group of each of a thread's rows.
+  // Loads scale and zero point of a group for each of a thread's rows.
   template <typename Kind>
   static __device__ void load_group(const char* strip, int group, float (&scale)[S::kMatrices * 2],
                                     uint32_t (&zero)[S::kMatrices * 2]) {
@@ -140,7 +141,7 @@ struct StripScales {
 
 constexpr int kValueBytes = kTileColumns * kStrip / 2;
 
-// Strips of a tile, with their scales and zero points: how they come to shared memory.
+// Copies the strips of a tile, with their scales and zero points, to shared memory.
 template <typename S, bool kIsTable>
 struct Strips {
   using Scales = StripScales<S, kIsTable, kMostGroups, 1>;
@@ -157,7 +158,7 @@ struct Strips {
     scales.begin(params, columns, step);
   }
 
-  // `is_last`: of the tile.
+  // `is_last`: whether this is the last strip of the tile.
   __device__ void copy(const PortableParams& params, uint32_t target, char* memory, bool is_last) {
     const int byte = scales.strip * (kStrip / 2) + threadIdx.x % 4 * 16;
 #pragma unroll
@@ -169,8 +170,8 @@ struct Strips {
   }
 };
 
-// Of one word of each of a thread's rows (32 of the depth): the left operands, by 16 of the depth,
-// by 16 columns.
+// Converts one word (32 of the depth) of each of a thread's rows to left operands, by 16 of the
+// depth and by 16 columns.
 template <typename Kind, int kMatrices>
 __device__ void widen_words(const PortableParams& params, const uint4 (&numbers)[kMatrices * 2],
                             int word, const uint32_t (&zero)[kMatrices * 2],
@@ -199,7 +200,7 @@ __device__ void load_numbers(const char* strip, uint4 (&numbers)[S::kMatrices * 
   }
 }
 
-// A number is multiplied by its scale and rounded, as `unpack` does.
+// Multiplies each number by its scale and rounds it, as `unpack` does.
 template <typename Kind, int kMatrices>
 __device__ void scale_words(const float (&scale)[kMatrices * 2],
                             uint32_t (&left)[2][kMatrices][4]) {
@@ -210,7 +211,7 @@ __device__ void scale_words(const float (&scale)[kMatrices * 2],
   }
 }
 
-// Up to 64 rows. `kGroups`: of a strip, at most.
+// Products of up to 64 rows. `kGroups` is the maximum number of groups per strip.
 template <typename Kind, int kGroups, int kRows>
 struct PackedFew {
   using S = Shape<4, (kRows > 32 ? 1 : 2), kRows>;
@@ -223,9 +224,9 @@ struct PackedFew {
   static constexpr int kStages = 2;
   using Numbers = uint4[S::kMatrices * 2];
 
-  const char* from;  // of the strip that is loaded next
-  int eight, next;   // bytes to the other rows
-  int left;          // of the depth, from it on, also of no more
+  const char* from;  // address of the strip to load next
+  int eight, next;   // bytes from `from` to the other rows
+  int left;          // depth from `from` on; 0 or less if there is no next step
   Numbers numbers = {};
 
   static __device__ uint32_t place(int lane) {
@@ -291,8 +292,8 @@ struct PackedFew {
   }
 };
 
-// Of more rows strips pass through shared memory, in a ring of their own, as x takes a stage for
-// half of one.
+// Products of more rows. Strips pass through shared memory in a ring of their own, because a stage
+// of x holds only half the depth of a strip.
 constexpr int kStrips = 3;
 
 template <typename Kind, int kRows>
@@ -332,7 +333,8 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
   const int chunk_byte = threadIdx.x % 8 * 16, row_bytes = params.depth * 2;
   const uint32_t row_target = ring + line(threadIdx.x / 8, threadIdx.x % 8);
   int row_tile = tile, row_byte = step * (kStrip * 2) + chunk_byte;
-  auto copy_rows = [&](int stage, bool is_more) {  // without a branch, to stand between products
+  // no branch, so that the copies run between products
+  auto copy_rows = [&](int stage, bool is_more) {
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       copy_later<16>(row_target + stage * W::kStageBytes + i * kApart * kLineBytes,
@@ -350,7 +352,8 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
   typename S::Sums sums;
   clear(sums);
   const int lane = threadIdx.x % 32;
-  const int shift = params.group >= kStrip ? 2 : params.group / 64;  // of words to groups
+  // converts the index of a word to that of a group
+  const int shift = params.group >= kStrip ? 2 : params.group / 64;
   uint4 numbers[S::kMatrices * 2];
   int slot = 0;
   for (int i = 0; i < count; ++i) {
@@ -359,7 +362,7 @@ __global__ void __launch_bounds__(PackedMany<Kind, kRows>::S::kThreads)
       if (half == 0) {
         wait_for_copies<0>();
       } else {
-        wait_for_copies<1>();  // a strip
+        wait_for_copies<1>();  // a copy of a strip may still run
       }
       __syncthreads();
       if (half == 1 && row_byte >= row_bytes) row_byte = chunk_byte, begin_rows(++row_tile);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What fp8 products take: rows and their scales, each in one pass with what comes before (a norm,
-// or silu(gate) * up), and the pass that gives a product its scales. A block has a row in its
-// registers between the largest number and the result. What is quantised is rounded to bf16 before,
-// as where it is stored.
+// The operations around fp8 products. Rows and their scales are made in one pass with the operation
+// before (a norm, or silu(gate) * up), and another pass applies the scales to a product. A block
+// keeps a row in its registers from the search for the largest number to the result. Numbers are
+// rounded to bf16 before they are quantised, as if they were stored.
 
 #include <cuda_fp8.h>
 
@@ -22,15 +22,16 @@ using Element = __nv_bfloat16;
 constexpr int kWidth = kVectorWidth<Element>;
 using Part = Vector<Element, kWidth>;
 constexpr int kMaxThreads = 1024;
-constexpr float kLargest = 448.0f;   // of e4m3
-constexpr float kSmallest = 1e-30f;  // largest number of a row: its reciprocal must be finite
+constexpr float kLargest = 448.0f;  // the largest number of e4m3
+// lower bound for the largest number of a row: its reciprocal must be finite
+constexpr float kSmallest = 1e-30f;
 
-constexpr int kFewRows = 256;  // to be quantised, which keep more threads a row busy
+constexpr int kFewRows = 256;  // up to this number of rows, more threads per row are busy
 
 enum class Source { kRows, kNorm, kGated };
 
-// Over all threads of a block of whole warps. Once in a kernel for each way to combine, which has
-// its own shared memory.
+// Reduces over all threads of a block, which are whole warps. Each `Combine` may be used once per
+// kernel, because it has its own shared memory.
 template <typename Combine>
 __device__ float over_block(float value, Combine combine) {
   __shared__ float of_warps[32];
@@ -40,7 +41,7 @@ __device__ float over_block(float value, Combine combine) {
   return over_warps(of_warps, combine);
 }
 
-// What a block multiplies neighbouring gates and ups of its rows by.
+// The factors of a block's neighbouring gates and ups.
 struct GateScales {
   float gates[kWidth], ups[kWidth];
 };
@@ -52,7 +53,7 @@ __device__ GateScales load_scales(const QuantiseParams& params, int column) {
   return scales;
 }
 
-// Eight of silu(gate) * up, rounded one by one.
+// silu(gate) * up of eight columns, with every operation rounded.
 __device__ Part gated_part(const Part& gate, const Part& up, const GateScales* scales,
                            float row_scale) {
   float gates[kWidth], ups[kWidth];
@@ -75,8 +76,8 @@ __device__ Part gated_part(const Part& gate, const Part& up, const GateScales* s
   return from_floats<Element>(gates);
 }
 
-// Where a thread's parts of a row are. A thread with fewer of them has its last one again, so that
-// no load waits for a comparison: all are under way before the first is needed.
+// The parts of a row that a thread has. A thread with fewer parts has its last part again, so that
+// no load waits for a comparison: all loads are issued before the first is needed.
 template <int kParts>
 struct Places {
   int num_parts;
@@ -94,7 +95,7 @@ __device__ void load_parts(const Element* row, const Places<kParts>& places,
   for (int i = 0; i < kParts; ++i) parts[i] = load_vector<kWidth>(row + places[i] * kWidth);
 }
 
-// A row, with silu(gate) * up where it has both.
+// Loads a row; for a gated source it becomes silu(gate) * up.
 template <Source kSource, bool kIsScaled, int kParts>
 __device__ void load_row(const QuantiseParams& params, int64_t row, const Places<kParts>& places,
                          Part (&parts)[kParts]) {
@@ -116,7 +117,7 @@ __device__ void load_row(const QuantiseParams& params, int64_t row, const Places
   }
 }
 
-// The norm of a row in place of it.
+// Replaces a row by its norm.
 template <int kParts>
 __device__ void normalise(const QuantiseParams& params, const Places<kParts>& places,
                           Part (&parts)[kParts]) {
@@ -141,7 +142,7 @@ __device__ float largest_of(const Part& part) {
   return largest;
 }
 
-// Eight numbers as bytes.
+// Converts eight numbers to bytes.
 __device__ uint2 as_fp8(const Part& part, float inverse) {
   float values[kWidth];
   to_floats(part, values);
@@ -210,14 +211,14 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
   if (!is_aligned_row || params.num_rows > INT_MAX || params.num_columns > kMaxQuantisedColumns) {
     return cudaErrorInvalidValue;
   }
-  // Whatever the number of rows, the squares of one are summed in the same order.
+  // The number of rows never changes the order in which the squares of a row are summed.
   const int num_parts = params.num_columns / kWidth;
   if (kSource == Source::kRows && params.num_rows <= kFewRows) {
     if (num_parts <= kMaxThreads) return launch_parts<kSource, 1>(params, stream);
     if (num_parts <= 2 * kMaxThreads) return launch_parts<kSource, 2>(params, stream);
   }
   if (num_parts <= 128) return launch_parts<kSource, 1>(params, stream);
-  // Gated rows, of which only the largest number is wanted, keep more threads busy.
+  // Gated rows, which need only the largest number, keep more threads busy.
   constexpr int kTwoParts = kSource == Source::kGated ? 2 * kMaxThreads : kMaxThreads;
   if (num_parts <= kTwoParts) return launch_parts<kSource, 2>(params, stream);
   if (num_parts <= 4 * kMaxThreads) return launch_parts<kSource, 4>(params, stream);
@@ -225,8 +226,9 @@ cudaError_t launch_source(const QuantiseParams& params, cudaStream_t stream) {
 }
 
 constexpr int kScaleThreads = 256;
-constexpr int kScaledRows = 4;       // of a block
-constexpr int kFewScaledRows = 512;  // up to which a block has one, so that all of the card works
+constexpr int kScaledRows = 4;  // rows per block
+// Up to this number of rows a block has one row, so that the whole card works.
+constexpr int kFewScaledRows = 512;
 
 template <int kRows>
 __global__ void __launch_bounds__(kScaleThreads)
@@ -235,7 +237,8 @@ __global__ void __launch_bounds__(kScaleThreads)
   wait_for_prerequisites();
   const int column = (blockIdx.y * kScaleThreads + threadIdx.x) * kWidth;
   if (column >= params.num_columns) return;
-  // All loads are under way before the first is needed; a block with fewer rows has its last again.
+  // All loads are issued before the first is needed. A block with fewer rows has its last row
+  // again.
   auto row_of = [&](int i) {
     return min(static_cast<int64_t>(blockIdx.x) * kRows + i, params.num_rows - 1);
   };

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of the format
-SMALLEST = 1e-30  # largest number of a row: its reciprocal must be finite
+LARGEST = 448.0  # the largest number of the format
+SMALLEST = 1e-30  # lower bound for the largest number of a row: its reciprocal must be finite
 
 
 def quantise_rows(x: Tensor, out: Tensor, scales: Tensor, fixed_scale: Tensor | None) -> None:
@@ -28,5 +28,5 @@ def rescaled(product: Tensor, row_scales: Tensor, column_scales: Tensor) -> Tens
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x W^T of the numbers alone, in fp32."""
+    """Compute x W^T of the unscaled numbers, in fp32."""
     return torch.mm(x.float(), weight.float().t())

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums over the ranks of one host, with the residual in one pass, and what they know side by side.
-// Every rank reads the parts of all others over the links between the cards and adds them in the
-// order of the ranks, in fp32 and rounded once, so all have the same bits.
+// Sums over the ranks of one host, fused with the residual in one pass, and gathers of their data.
+// Every rank reads the parts of all other ranks over the links between the cards. It adds them in
+// the order of the ranks, in fp32 and rounded once, so all ranks have the same bits.
 
 #include "ranks.h"
 #include "vllm_add_llada/cuda_kernels/common/launch.cuh"
@@ -12,7 +12,7 @@ namespace fused_ops {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr unsigned kPatience = 1024;  // looks at a flag between two at the host's memory
+constexpr unsigned kPatience = 1024;  // polls of a flag between two reads of host memory
 
 __device__ inline void tell(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
@@ -24,7 +24,7 @@ __device__ inline uint32_t heard(const uint32_t* flag) {
   return value;
 }
 
-// Returns when what all ranks wrote before this call can be read.
+// Returns when everything that all ranks wrote before this call can be read.
 __device__ void meet(const Meeting& meeting) {
   const int other = threadIdx.x;
   const uint32_t call = meeting.calls[blockIdx.x] + 1;
@@ -44,7 +44,7 @@ __device__ Vector<T, kWidth> part_of(const Meeting& meeting, int rank, int64_t i
   return static_cast<const Vector<T, kWidth>*>(meeting.parts[rank])[index];
 }
 
-// A thread has kBatch vectors of every rank on their way at a time.
+// A thread loads kBatch vectors of every rank at a time.
 template <typename T, int kWidth, int kRanks, int kBatch>
 __global__ void __launch_bounds__(kThreads)
     sum_ranks(const __grid_constant__ SumRanksParams params) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch references of the fused operations; they define the results and where they are rounded.
+"""PyTorch references of the fused operations; they define the results and their rounding.
 
 "Model dtype" is the dtype of the activations. The rounding follows the public modelling code of
 LLaDA (https://huggingface.co/GSAI-ML/LLaDA-8B-Instruct) and Dream
@@ -32,9 +32,9 @@ class Kept(NamedTuple):
 
     Attributes:
         v: [T, KV, hd], the values of all rows; leading strides are free, hd is contiguous.
-        k_cache, v_cache: [N, KV, hd], strided likewise; written.
-        slots: [S] int32 or int64, the cache row of each of these rows; one that is not in 0..N-1
-            skips its row. If two rows have one slot, either may be stored.
+        k_cache, v_cache: [N, KV, hd], with the same strides allowed; written.
+        slots: [S] int32 or int64, the cache row of each of these rows. A slot that is not in 0..N-1
+            skips its row. If two rows have the same slot, either may be stored.
     """
 
     v: Tensor
@@ -84,8 +84,8 @@ def store_keys_values(
 ) -> None:
     """Copy rows of k and v to the rows `slots` of the caches; see `fused_ops.store_keys_values`.
 
-    Skipped rows repeat the first one that is stored (or a row of the cache, if none is), so the
-    host need not know which they are.
+    In place of a skipped row, the first stored row is written again (or a row of the cache, if none
+    is stored). So the host does not have to read which rows are skipped.
     """
     if len(slots) == 0 or len(k_cache) == 0:
         return

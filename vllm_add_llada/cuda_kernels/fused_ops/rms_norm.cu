@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// RMSNorm. A row stays in the registers of its threads between the sum
-// of its squares and its result, so each element crosses the memory bus once in each direction.
-// Rounding: the normalised value is cast to the model dtype before it is multiplied by the weight.
+// RMSNorm. A row stays in the registers of its threads from the sum of its squares to its result,
+// so each element crosses the memory bus once in each direction. The normalised value is cast to
+// the model dtype before it is multiplied by the weight.
 //
-// How a row is spread over threads depends on its width alone, so its bits do not depend on the
+// The division of a row among threads depends only on its width, so its bits do not depend on the
 // other rows of the call.
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
-// Sum over the threads of a row: blockDim.x of them, which are a power of two within a warp, or
+// Sum over the threads of a row. There are blockDim.x of them: a power of two within a warp, or
 // whole warps that make up the block.
 __device__ float row_sum(float value) {
   value = over_lanes(value, min(blockDim.x, 32), Sum());
@@ -30,7 +30,7 @@ __device__ float row_sum(float value) {
   return over_warps(warp_sums, Sum());
 }
 
-// blockDim.y rows a block; a thread has up to kVectors vectors of its row.
+// Normalises blockDim.y rows per block; a thread has up to kVectors vectors of its row.
 template <typename T, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_rows(const __grid_constant__ RmsNormParams params) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const Part* x = reinterpret_cast<const Part*>(row_address<T>(params.x, outer, inner));
   Part* out = reinterpret_cast<Part*>(row_address<T>(params.out, outer, inner));
   const Part* weight = static_cast<const Part*>(params.weight);
-  // The last block may have threads without a row; they take part in the sums with nothing.
+  // The last block may have threads without a row. They take part in the sums, but add nothing.
   const int num_vectors = row < params.num_rows ? params.num_columns / kWidth : 0;
   if (blockIdx.x == 0) {
     for (int index = threadIdx.x; index < num_vectors; index += blockDim.x) {
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// For rows that do not start on 16 bytes or do not fit the registers of a block: a block takes a
-// row, sums its squares, and finds it in the caches on a second walk.
+// Normalises rows that do not start on 16 bytes or do not fit into the registers of a block. A
+// block takes a row, sums its squares, and finds it in the caches on a second pass.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_rows_in_two_walks(const __grid_constant__ RmsNormParams params) {
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Threads of a row that has `num_parts` parts to spread: a power of two, or whole warps.
+// Number of threads for a row of `num_parts` parts: a power of two, or whole warps.
 int threads_per_row(int num_parts) {
   if (num_parts > 32) return (num_parts + 31) / 32 * 32;
   int threads = 1;

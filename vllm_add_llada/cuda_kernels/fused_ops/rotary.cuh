@@ -2,13 +2,15 @@
 //
 // Half-split rotary embedding of q and k in place: u' = u * cos + turn(u) * sin, where turn swaps
 // the halves of the rotated channels and negates the first. A thread owns a run of pairs (j, j +
-// rotary_dim / 2) in several heads of a token, whose table entries it reads once. fp32 tables:
-// computed in fp32, rounded once. Tables in the model dtype: every product and the sum are rounded
-// to it. Products are never contracted into fused multiply-adds, so the bits are those of the
-// separate operations.
+// rotary_dim / 2) in several heads of a token, and reads the table entries of the run once.
 //
-// With weights, each head is first normalised as rms_norm does it: the threads of a head are lanes
-// side by side, which add up its squares. The last of them have the channels that are not rotated.
+// With fp32 tables the arithmetic is fp32, rounded once. With tables in the model dtype every
+// product and the sum are rounded to it. Products are never contracted into fused multiply-adds, so
+// the bits are those of the separate operations.
+//
+// With weights, each head is first normalised as rms_norm does it: the threads of a head are
+// neighbouring lanes, which add up its squares. The last of these lanes have the channels that are
+// not rotated.
 
 #pragma once
 
@@ -24,9 +26,9 @@
 namespace fused_ops {
 constexpr int kRotaryThreads = 256;
 
-// The table entries of a run of pairs, and the rotation by them.
+// The table entries of a run of pairs, and the rotation with them.
 template <typename T, typename Table, int kWidth>
-struct Rotation {  // fp32 tables: in fp32
+struct Rotation {  // fp32 tables, with arithmetic in fp32
   float lower_cos[kWidth], upper_cos[kWidth], lower_sin[kWidth], upper_sin[kWidth];
 
   __device__ Rotation(const Table* cos, const Table* sin, int half) {
@@ -56,7 +58,7 @@ struct Rotation {  // fp32 tables: in fp32
 };
 
 template <typename T, int kWidth>
-struct Rotation<T, T, kWidth> {  // tables in the model dtype: in that dtype
+struct Rotation<T, T, kWidth> {  // tables in the model dtype, with arithmetic in that dtype
   Vector<T, kWidth> lower_cos, upper_cos, lower_sin, upper_sin;
 
   __device__ Rotation(const T* cos, const T* sin, int half)
@@ -72,13 +74,13 @@ struct Rotation<T, T, kWidth> {  // tables in the model dtype: in that dtype
   }
 };
 
-// Heads of v count only where they are kept, or copied.
+// Number of heads to visit. Heads of v count only if they are kept or copied.
 __host__ __device__ inline int64_t num_heads_of(const RotaryParams& params) {
   const bool has_values = params.kept.num_rows > 0 || params.fp8.v.data != nullptr;
   return params.q.inner + params.k.inner + (has_values ? params.k.inner : 0);
 }
 
-// Heads are numbered through: of q, of k, then of v.
+// Heads are numbered consecutively: first those of q, then of k, then of v.
 template <typename T>
 __device__ T* head_address(const RotaryParams& params, int64_t token, int head) {
   const int num_q_heads = static_cast<int>(params.q.inner);
@@ -89,7 +91,7 @@ __device__ T* head_address(const RotaryParams& params, int64_t token, int head) 
   return row_address<T>(values, token, head - num_rotated);
 }
 
-// Where a head of k or v is kept: the cache row of its token, or -1.
+// The cache row in which k and v of a token are kept, or -1.
 __device__ inline int64_t slot_of(const RotaryParams& params, int64_t token) {
   const int64_t row = token - (params.num_tokens - params.kept.num_rows);
   if (params.kept.num_rows == 0 || row < 0) return -1;
@@ -106,7 +108,8 @@ __device__ T* kept_address(const RotaryParams& params, int64_t slot, int head) {
              : row_address<T>(params.kept.v_cache, slot, key_head - num_kv_heads);
 }
 
-// Neighbours of a head over their scale, as fp8; the largest of the format stands for all beyond.
+// Stores neighbouring channels of a head, divided by their scale, as fp8. Larger numbers are
+// clipped to the largest of the format.
 template <typename T, int kWidth>
 __device__ void store_fp8(uint8_t* target, const Vector<T, kWidth>& vector, const float* mean,
                           float inverse) {
@@ -124,7 +127,7 @@ __device__ void store_fp8(uint8_t* target, const Vector<T, kWidth>& vector, cons
   *reinterpret_cast<uint2*>(target) = *reinterpret_cast<const uint2*>(pairs);
 }
 
-// Copies a run of a head, as it is now, as fp8.
+// Copies a run of a head to fp8 in its present state.
 template <typename T, int kWidth>
 __device__ void copy_run(const RotaryParams& params, int64_t token, int head, int channel, int gap,
                          const Vector<T, kWidth>& lower, const Vector<T, kWidth>& upper) {
@@ -154,7 +157,7 @@ __device__ Run<T, kWidth> load_run(const T* channels, int gap) {
   return {load_vector<kWidth>(channels), load_vector<kWidth>(channels + gap)};
 }
 
-// Of one head: those of its rotated pairs, or, for a norm, of all its channels.
+// Number of runs per head: runs of its rotated pairs or, with a norm, of all its channels.
 template <int kWidth, bool kHasNorm>
 __host__ __device__ int num_runs_of(const RotaryParams& params) {
   return (kHasNorm ? params.head_dim : params.rotary_dim) / (2 * kWidth);
@@ -175,8 +178,8 @@ __global__ void __launch_bounds__(kRotaryThreads)
   const int run = item % num_runs;
   const bool is_rotated = !kHasNorm || run < num_rotated;
   const int channel = is_rotated ? run * kWidth : 2 * run * kWidth;
-  const int gap = is_rotated ? params.rotary_dim / 2 : kWidth;  // between its channels
-  // A thread without work has no heads, but lends its lane to the sums of the others.
+  const int gap = is_rotated ? params.rotary_dim / 2 : kWidth;  // distance of the run's two parts
+  // A thread without work has no heads, but its lane takes part in the sums of the others.
   const int first_head = item / num_runs < head_step ? item / num_runs : num_heads;
   const T* q_weights = static_cast<const T*>(params.q_weight) + channel;
   const T* k_weights = static_cast<const T*>(params.k_weight) + channel;
@@ -260,14 +263,14 @@ inline Rows rows_from(const Rows& rows, int64_t first, DataType dtype) {
   return {data, rows.inner, rows.outer_stride, rows.inner_stride};
 }
 
-// Few tokens: every thread has one head, so that as many as possible share the work. Many: enough
-// heads that the loads in flight keep the memory busy, of which a norm, with more registers to a
-// thread and fewer threads at a time, needs more for each.
+// With few tokens every thread has one head, so that as many threads as possible share the work.
+// With many tokens a thread has enough heads to keep the memory busy with loads. A norm needs more
+// heads per thread, because its threads use more registers and fewer of them run at a time.
 constexpr int64_t kFewTokens = 512;
 template <bool kHasNorm>
 constexpr int kHeadsOfMany = kHasNorm ? 4 : 2;
 
-// Rotates by `launch`, then keeps.
+// Rotates by `launch`, then stores the kept rows in a second launch.
 template <typename Launch>
 cudaError_t keep_apart(const RotaryParams& params, cudaStream_t stream, Launch launch) {
   const KeptRows& kept = params.kept;
@@ -298,14 +301,14 @@ cudaError_t launch_vectors(const RotaryParams& params, cudaStream_t stream) {
              : launch_heads<T, Table, kWidth, kHeadsOfMany<kHasNorm>, kHasNorm>(params, stream);
 }
 
-// Whether the rotation visits all that is kept, in vectors.
+// Whether the rotation visits all elements that are kept, in vectors.
 template <typename T, bool kHasNorm>
 bool can_keep(const RotaryParams& params) {
   return (kHasNorm || params.rotary_dim == params.head_dim) && has_aligned_rows<T>(params.kept.v) &&
          has_aligned_rows<T>(params.kept.k_cache) && has_aligned_rows<T>(params.kept.v_cache);
 }
 
-// In one launch where that is possible, else in two.
+// Rotates and keeps rows in one launch if that is possible, else in two.
 template <typename T, typename Table, bool kHasNorm>
 cudaError_t launch_vectors_and_keep(const RotaryParams& params, cudaStream_t stream) {
   if (params.kept.num_rows == 0 || can_keep<T, kHasNorm>(params)) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Cosines and sines of position * inverse frequency, a thread for each pair of channels. The angle
-// is rounded to fp32 as a product of its own; cosf and sinf reduce large angles exactly.
+// Cosines and sines of position * inverse frequency; one thread per pair of channels. The angle is
+// rounded to fp32 in a separate product; cosf and sinf reduce large angles exactly.
 
 #include <algorithm>
 

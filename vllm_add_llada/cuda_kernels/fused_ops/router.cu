@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The experts of few rows in one kernel, as all of its time is latency: one cluster of blocks,
-// which tell each other the little that they know through their shared memory.
+// Routes few rows to experts in one kernel, because its time is all latency. One cluster of blocks
+// does the work; the blocks exchange their few results through shared memory.
 //
-// A block multiplies all rows by the router along its part of the depth, 64 experts at a time; the
-// router's part is read while the kernel before runs out. Then each block takes its share of the
-// rows, adds up the parts of their scores, in the order of the blocks, and chooses, a warp for each
-// row. The blocks count the rows of each expert, and with the counts of all of them each knows
-// where its rows belong.
+// A block multiplies all rows by the router along its part of the depth, 64 experts at a time. It
+// reads its part of the router while the previous kernel ends. Then each block takes its share of
+// the rows, adds up the parts of their scores in the order of the blocks, and chooses experts, with
+// one warp per row. The blocks count the rows of each expert. From the counts of all blocks, each
+// block computes where its rows belong.
 
 #include <cuda_bf16.h>
 
@@ -19,21 +19,22 @@
 namespace fused_ops {
 namespace {
 
-constexpr int kBlocks = 8;  // of the cluster
+constexpr int kBlocks = 8;  // blocks per cluster
 constexpr int kThreads = 256;
 constexpr int kMaxSteps = kMaxRouterDepth / kRouterDepthStep;
 constexpr int kTileBytes = kGroupRows * kRowBytes;
-constexpr int kRowsBytes = kMaxSteps * kTileBytes;  // of the rows' part of the depth
+constexpr int kRowsBytes = kMaxSteps * kTileBytes;  // bytes of the rows' part of the depth
 static_assert(kMaxRoutedRows == kGroupRows, "one product for 64 experts");
 static_assert(kMaxRoutedExperts <= kThreads, "one thread for each expert");
 
-// What follows from the number of experts.
+// Sizes that depend on the number of experts.
 template <int kExperts>
 struct Sizes {
-  static constexpr int tiles = kExperts / kGroupRows;  // of a step of the depth
-  static constexpr int pitch = kExperts + 4;  // of a row of scores: rows apart in the banks
+  static constexpr int tiles = kExperts / kGroupRows;  // tiles per step of the depth
+  // elements per row of scores, so that rows start in different banks
+  static constexpr int pitch = kExperts + 4;
   static constexpr int gate_bytes = kMaxSteps * tiles * kTileBytes;
-  // the scores take the place of the router, once it is multiplied
+  // The scores reuse the memory of the router after the multiplication.
   static constexpr int score_bytes = kMaxRoutedRows * pitch * 4;
   static constexpr int operand_bytes = gate_bytes > score_bytes ? gate_bytes : score_bytes;
   static constexpr int dynamic_bytes = kAlignment + operand_bytes + kRowsBytes;
@@ -52,16 +53,16 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kWarps = kThreads / 32;
-constexpr int kGroups = kThreads / kGroupThreads;  // of four warps, which multiply together
+constexpr int kGroups = kThreads / kGroupThreads;  // groups of four warps that multiply together
 constexpr int kShare = kMaxRoutedRows / kBlocks;
 
 template <int kExperts>
-constexpr int kWords = kExperts / 64;  // of bits, one for an expert
+constexpr int kWords = kExperts / 64;  // 64-bit words, with one bit per expert
 
 template <int kExperts>
-constexpr int kLaneExperts = kExperts / 32;  // of a lane, one after the other
+constexpr int kLaneExperts = kExperts / 32;  // consecutive experts per lane
 
-// The experts of a row, a bit for each.
+// The chosen experts of a row, with one bit per expert.
 template <int kExperts>
 struct Chosen {
   unsigned long long words[kWords<kExperts>];
@@ -101,8 +102,8 @@ struct Chosen {
 template <int kExperts>
 struct Shared {
   unsigned long long barriers[2];
-  Chosen<kExperts> chosen[kShare];  // of each row of the block
-  int counts[kExperts];             // of the block's rows
+  Chosen<kExperts> chosen[kShare];  // chosen experts of each row of the block
+  int counts[kExperts];             // the block's rows per expert
   int warp_totals[kWarps];          // rows of each warp's experts
 };
 
@@ -130,8 +131,8 @@ __device__ int load_count_of_block(uint32_t address, int rank) {
   return value;
 }
 
-// Whole numbers in the order of the floats. NaN is greater than nothing: as the least number its
-// row still chooses the lowest experts.
+// Maps floats to integers of the same order. NaN becomes the least number, so that its row still
+// chooses the lowest experts.
 __device__ unsigned ordered(float score) {
   const unsigned bits = __float_as_uint(score > -3.0e38f ? score : -3.0e38f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -141,19 +142,20 @@ __device__ float number(unsigned order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
 }
 
-// The largest of a warp's numbers and, of the lanes that have it, the first.
+// Finds the largest of a warp's numbers; returns the first lane that has it.
 __device__ int first_with_largest(unsigned mine, unsigned& largest) {
   largest = __reduce_max_sync(kFullMask, mine);
   return __ffs(__ballot_sync(kFullMask, mine == largest)) - 1;
 }
 
-// Take the experts of all groups but the kept ones, those whose two best ranks have the largest
-// sums, among equals the lowest; ranks are in the order of the floats, 0: taken.
+// Sets the ranks of all experts outside the kept groups to 0. The kept groups are those whose two
+// best ranks have the largest sums; of equal sums the lowest group wins. Ranks are in the order of
+// the floats; 0 means taken.
 template <int kPerLane>
 __device__ void keep_groups(unsigned (&ranks)[kPerLane], const RouterScoring& scoring) {
   const int lane = threadIdx.x % 32;
   const int size = kPerLane * 32 / scoring.num_groups;
-  unsigned sum = 0;  // of the group whose number is the lane's
+  unsigned sum = 0;  // sum of the group whose number is the lane's
   for (int group = 0; group < scoring.num_groups; ++group) {
     unsigned first = 0, second = 0;
 #pragma unroll
@@ -180,7 +182,8 @@ __device__ void keep_groups(unsigned (&ranks)[kPerLane], const RouterScoring& sc
   }
 }
 
-// The num_chosen best of the experts, of which a lane has kPerLane; among equals the lowest.
+// Chooses the num_chosen best experts; of equal ranks the lowest expert wins. A lane has kPerLane
+// experts.
 template <int kExperts>
 __device__ Chosen<kExperts> choose(unsigned (&ranks)[kLaneExperts<kExperts>], int num_chosen) {
   constexpr int kPerLane = kLaneExperts<kExperts>;
@@ -209,7 +212,8 @@ __device__ Chosen<kExperts> choose(unsigned (&ranks)[kLaneExperts<kExperts>], in
   return chosen;
 }
 
-// The scores [rows, experts] of the block's depth; every four warps have 64 experts at a time.
+// Computes the scores [rows, experts] of the block's part of the depth. Every four warps process 64
+// experts at a time.
 template <int kExperts>
 __device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int num_steps) {
   constexpr int kTiles = Sizes<kExperts>::tiles;
@@ -232,7 +236,7 @@ __device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int n
     }
     settle(total[n]);
   }
-  __syncthreads();  // the scores take the place of the router
+  __syncthreads();  // From here on the scores overwrite the router.
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < kMine; ++n) {
@@ -250,7 +254,7 @@ __device__ void multiply_part(uint32_t gate, uint32_t rows, float* scores, int n
   }
 }
 
-// A lane's logits of one row: the parts of all blocks, in their order.
+// Adds up a lane's logits of one row over the parts of all blocks, in the order of the blocks.
 template <int kExperts>
 __device__ void add_parts(const float* scores, int row, bool in_fp32,
                           float (&logits)[kLaneExperts<kExperts>]) {
@@ -273,7 +277,7 @@ __device__ void add_parts(const float* scores, int row, bool in_fp32,
   }
 }
 
-// Logits to scores: of each its sigmoid, or the softmax of all lanes' logits.
+// Replaces logits by scores: the sigmoid of each, or the softmax over the logits of all lanes.
 template <int kPerLane>
 __device__ void score(float (&values)[kPerLane], bool is_sigmoid) {
   if (is_sigmoid) {
@@ -295,7 +299,7 @@ __device__ void score(float (&values)[kPerLane], bool is_sigmoid) {
   for (int i = 0; i < kPerLane; ++i) values[i] /= total;
 }
 
-// The choice of one row by a warp.
+// Chooses the experts of one row; called by a warp.
 template <int kExperts>
 __device__ Chosen<kExperts> choose_row(const float* scores, int row, const KernelParams& params,
                                        const float (&bias)[kLaneExperts<kExperts>]) {
@@ -333,7 +337,7 @@ __device__ Chosen<kExperts> choose_row(const float* scores, int row, const Kerne
   return chosen;
 }
 
-// One thread for each expert lists the block's rows of it.
+// Lists the block's rows of each expert, with one thread per expert.
 template <int kExperts>
 __device__ void list_rows(Shared<kExperts>& shared, const KernelParams& params, int rank,
                           int first_row, int num_rows) {
@@ -346,7 +350,7 @@ __device__ void list_rows(Shared<kExperts>& shared, const KernelParams& params, 
       total += count;
     }
   }
-  int end = sum_upto_lane(total);  // of the expert's rows, among those of the warp's experts
+  int end = sum_upto_lane(total);  // end of the expert's rows, among the rows of the warp's experts
   if (lane == 31) shared.warp_totals[warp] = end;
   __syncthreads();
   if (expert >= kExperts) return;
@@ -426,7 +430,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   cluster_sync();
   list_rows(shared, params, rank, first_row, num_rows);
-  cluster_sync();  // no block ends while others read its shared memory
+  cluster_sync();  // A block must not end while others read its shared memory.
 #endif
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// silu(gate) * up. silu is computed in fp32 and rounded to the model dtype, then multiplied there.
+// silu(gate) * up. silu is computed in fp32 and rounded to the model dtype; the product is computed
+// in that dtype.
 
 #include "fused_ops.h"
 #include "vllm_add_llada/cuda_kernels/common/launch.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The product of few rows, of bf16 operands.
+// The product of few rows with bf16 operands.
 
 #include "skinny_linear.cuh"
 

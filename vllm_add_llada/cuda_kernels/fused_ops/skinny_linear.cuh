@@ -1,29 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// x weight^T for few rows of x, where reading the weight is (nearly) all the time there is.
+// x weight^T for few rows of x, where reading the weight takes (nearly) all the time.
 //
-// The weight is read once, through the copy engine into a deep ring of shared-memory stages: what
-// counts is the number of bytes in flight, so one block has (almost) all of a multiprocessor's
-// shared memory, and the tilings make about one block for each multiprocessor. A cluster of `split`
-// blocks computes one tile: each sums a part of the depth on the tensor cores (rows padded to 64;
-// the padding costs no traffic), then gives every other its share of the columns, and adds up its
-// own in the order of the blocks. Every sum has one order, whatever the number of rows: results are
-// deterministic and do not depend on the rows beside a row.
+// The weight is read once, through the copy engine into a deep ring of shared-memory stages. The
+// number of bytes in flight decides the speed. So one block has (almost) all of a multiprocessor's
+// shared memory, and the tilings make about one block per multiprocessor. A cluster of `split`
+// blocks computes one tile. Each block sums a part of the depth on the tensor cores (rows are
+// padded to 64; the padding costs no traffic). Then it gives every other block its share of the
+// columns, and adds up its own share in the order of the blocks. Every sum has one order, whatever
+// the number of rows. So results are deterministic, and a row's result does not depend on the other
+// rows.
 //
-// Weights do not depend on the kernel before this one: a launch marked `early` starts to read them
-// while that kernel ends, and waits for it before it reads x. And when all of its own weight is on
-// its way, memory would have nothing to do until the next product begins: `ahead` names what that
-// one reads, the start of which comes to the cache meanwhile.
+// Weights do not depend on the previous kernel. A launch marked `early` starts to read them while
+// that kernel ends, and waits for it before it reads x. Once all of its own weight has been
+// requested, memory would be idle until the next product begins. So `ahead` names the data that the
+// next product reads, and the start of that data is fetched into the cache meanwhile.
 //
-// Operands are bf16, or fp8 (e4m3) with a scale for each row of x and for each row of the weight,
-// by which the sums are multiplied before anything else is done with them. A stage has as many
-// bytes of either, so fp8 goes twice as deep. What the end of a block needs is with it long before:
-// scales, and what the sums are added to.
+// Operands are bf16, or fp8 (e4m3) with a scale for each row of x and each row of the weight. Sums
+// are multiplied by the scales before any other operation. A stage has the same number of bytes for
+// both, so it is twice as deep for fp8. The data that the end of a block needs is loaded long
+// before: scales, and the values that sums are added to.
 //
-// Tried and slower: half of the shared memory, so that the next product's weights find room beside
-// these (32 rows); rows of x that the blocks of two tiles bring each other (multicast, fp8, at any
-// number of rows: twice the time); 256 rows of fp8 with 128 columns in four parts, whose clusters
-// do not all find room at once, and in tiles of 128 rows, which read less of x (4 % of a layer).
+// Tried, and slower:
+// - half of the shared memory, so that the next product's weights fit in addition (32 rows)
+// - rows of x that the blocks of two tiles copy for each other (multicast, fp8, any number of rows:
+//   twice the time)
+// - 256 rows of fp8 with 128 columns in four parts, whose clusters do not all fit on the card at
+//   once; and the same in tiles of 128 rows, which read less of x (4 % of a layer)
 
 #pragma once
 
@@ -39,38 +42,38 @@ namespace {
 
 constexpr int kMaxStages = 16;
 constexpr int kBarrierBytes = kMaxStages * 16;
-constexpr int kMostSumBytes = 20 * 1024;  // of a cluster's sums beside the stages
+constexpr int kMostSumBytes = 20 * 1024;  // bytes, at most, of a cluster's sums next to the stages
 
-// Elements of a stage's depth.
+// Depth of a stage in elements.
 template <bool kIsFp8>
 constexpr int kStageDepth = kIsFp8 ? kRowBytes : kDepth;
 
 struct KernelParams {
   const __nv_bfloat16* bias;
-  const float* x_scales;  // of fp8, as the next
+  const float* x_scales;  // for fp8 only, like weight_scales
   const float* weight_scales;
   __nv_bfloat16* out;
   int64_t out_stride;
   int num_rows, num_columns, depth;
   int stage_bytes, num_stages;
-  int sums;  // bytes from the first stage to a cluster's sums; 0: these take the stages' place
+  int sums;  // bytes from the first stage to a cluster's sums; 0: the sums reuse the stages' memory
   Ahead ahead;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
+// The tiles that a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
 struct WeightTiles {
   const CUtensorMap* map;
   int first_row, part_stride, parts;
 };
 
-// Where a block finds the scales of its fp8 operands, in shared memory: those of the weight's rows
-// come with the first stage.
+// The scales of a block's fp8 operands in shared memory. The scales of the weight's rows arrive
+// with the first stage.
 struct Scales {
   float *of_columns, *of_rows;
-  const float* source;  // of the weight's
-  int width;            // of a part
+  const float* source;  // scales of the weight in global memory
+  int width;            // columns per part
 };
 
 __device__ void copy_weight(const Ring<>& ring, const WeightTiles& tiles, int stage, int depth,
@@ -120,9 +123,9 @@ __device__ void produce(const Ring<>& ring, const CUtensorMap* x, const WeightTi
   if (filled < num_steps) fetch_share(ahead.data, ahead.bytes);
 }
 
-// A group of four warps multiplies its 64 rows with the columns of every stage. A stage has only
-// the rows of x there are (and up to 7 of zeros); the rows behind them are whatever follows in
-// shared memory, and so are their sums, which nothing reads.
+// A group of four warps multiplies its 64 rows by the columns of every stage. A stage has only the
+// existing rows of x (and up to 7 rows of zeros). The rows behind them are arbitrary data from
+// shared memory, so their sums are arbitrary too, and nothing reads them.
 template <bool kIsFp8, int kParts, int kWidth>
 __device__ void consume(const Ring<>& ring, int num_steps, int group,
                         float (&total)[kParts][kWidth / 2]) {
@@ -154,7 +157,7 @@ __device__ void consume(const Ring<>& ring, int num_steps, int group,
   for (auto& sums : total) settle(sums);
 }
 
-// What is done with sums: a block's view of the result, whose columns start at `first_column`.
+// The epilogue: a block's view of the result, whose columns start at `first_column`.
 template <bool kIsFp8, Epilogue kEpilogue>
 struct Result {
   const KernelParams& params;
@@ -166,13 +169,14 @@ struct Result {
                                              column);
   }
 
-  // What two neighbouring sums are added to.
+  // The values that two neighbouring sums are added to.
   __device__ __nv_bfloat162 there(int row, int column) const {
     if (kEpilogue != Epilogue::kResidual || row >= params.num_rows) return {};
     return *place(row, column);
   }
 
-  // Sums as they are meant. `column` is of the block's part of the weight.
+  // Sums, multiplied by the scales of fp8 operands. `column` counts in the block's part of the
+  // weight.
   __device__ float2 meant(float2 sums, int row, int column) const {
     if constexpr (kIsFp8) {
       const float of_row = scales.of_rows[row];
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   static_assert(!kTwoParts || kSplit == 1, "gate and up meet in one thread");
   constexpr int kParts = kTwoParts ? 2 : 1, kWidth = kColumns / kParts;
-  constexpr int kWarps = kGroups * kGroupThreads / 32;  // that multiply
+  constexpr int kWarps = kGroups * kGroupThreads / 32;  // warps that multiply
   extern __shared__ char shared[];
   __shared__ alignas(16) float scales_of_columns[kIsFp8 ? kColumns : 4];
   __shared__ alignas(16) float scales_of_rows[kIsFp8 ? kGroups * kGroupRows : 4];
@@ -218,8 +222,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   if (threadIdx.x == 0) ring.open(&x, &weight, 1, kWarps);
   __syncthreads();
   launch_dependents();
-  // Other blocks write sums here once this one has begun, or where they take the stages' place once
-  // it has read these.
+  // Other blocks write sums to this block's memory once it has started or, if the sums reuse the
+  // stages' memory, once it has read its stages.
   const bool is_beside = params.sums > 0;
   if (kSplit > 1 && is_beside) cluster_arrive();
 
@@ -236,7 +240,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
                       num_steps);
     }
     __syncwarp();
-    if constexpr (kSplit > 1) {  // barriers are of all threads
+    if constexpr (kSplit > 1) {  // All threads must take part in the barriers.
       if (!is_beside) cluster_arrive();
       cluster_wait();
       cluster_arrive();
@@ -245,13 +249,13 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     return;
   }
 
-  // Every thread that writes waits itself.
+  // Every thread that writes must wait itself.
   wait_for_prerequisites();
   if constexpr (kIsFp8) {
     if (threadIdx.x < params.num_rows) scales_of_rows[threadIdx.x] = params.x_scales[threadIdx.x];
   }
   const Result<kIsFp8, kEpilogue> result{params, scales, first_column};
-  // A thread of a group has columns lane % 4 * 2 (and the next) of every eight, of two rows.
+  // Of every eight columns a thread has column lane % 4 * 2 and the next one, in two rows.
   const int lane = threadIdx.x % 32;
   const int first_row = warp * 16 + lane / 4;
   const int pair = lane % 4 * 2;
@@ -259,7 +263,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
 
   if constexpr (kSplit == 1) {
     consume<kIsFp8, kParts, kWidth>(ring, num_steps, warp / 4, total);
-    if constexpr (kIsFp8) sync_first(kWarps * 32);  // scales of rows
+    if constexpr (kIsFp8) sync_first(kWarps * 32);  // the scales of the rows are loaded
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8;
@@ -279,12 +283,12 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
       }
     }
   } else {
-    // Sums of every block of the cluster for this one's share, fp32 [kSplit, rows, kShare + 4].
+    // Sums of every block of the cluster for this block's share, fp32 [kSplit, rows, kShare + 4].
     constexpr int kShare = kColumns / kSplit;
-    constexpr int kPitch = kShare + 4;  // rows apart in the banks
+    constexpr int kPitch = kShare + 4;  // elements per row, so that rows start in different banks
     constexpr int kQuads = kShare / 4;
     static_assert(kColumns % kSplit == 0 && kQuads % 2 == 0, "whole vectors, and whole turns");
-    constexpr int kTurns = kQuads / 2;  // of all threads over the quads of all rows
+    constexpr int kTurns = kQuads / 2;  // iterations of all threads over the quads of all rows
     float* place = reinterpret_cast<float*>(shared + (base - shared_address(shared)) + params.sums);
     __nv_bfloat162 there[kTurns][2];
 #pragma unroll
@@ -345,7 +349,8 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   if (params.num_columns % kColumns != 0 || params.depth % (kSplit * kElements) != 0) {
     return cudaErrorInvalidValue;
   }
-  const int rows = (params.num_rows + 7) / 8 * 8;  // whole groups, as the swizzle has them
+  // whole groups of eight rows, as the swizzle requires
+  const int rows = (params.num_rows + 7) / 8 * 8;
   CUtensorMap x, weight;
   cudaError_t error =
       describe(&x, params.x, params.num_rows, params.depth, params.x_stride, rows, kElementBytes);
@@ -366,11 +371,12 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
                              0,
                              params.ahead};
   kernel_params.stage_bytes = (kColumns + rows) * kRowBytes;
-  // The multiplication of the last stage reads 64 rows of x for each group, present or not.
+  // The multiplication of the last stage reads 64 rows of x for each group, even if there are
+  // fewer.
   const int behind = (kGroups * kGroupRows - rows) * kRowBytes + kBarrierBytes;
   const int scale_bytes = (kIsFp8 ? kColumns + kGroups * kGroupRows : 8) * sizeof(float);
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4 * kSplit) * sizeof(float) : 0;
-  // Where the sums of a tile are no little thing beside the stages they take the place of these.
+  // If the sums of a tile are large compared with the stages, they reuse the stages' memory.
   const int beside = sum_bytes <= kMostSumBytes ? sum_bytes : 0;
   const int room = kSharedBytes - scale_bytes - kAlignment - behind - beside;
   kernel_params.num_stages =
@@ -388,8 +394,8 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
                        x, weight, kernel_params);
 }
 
-// Numbers of groups of four warps, for 64 rows each, for which there are kernels: those of tilings
-// that are the fastest for so many rows.
+// Whether there is a kernel for a number of groups of four warps, with 64 rows each. There are
+// kernels for the tilings that are the fastest ones at that number of rows.
 template <bool kIsFp8, int kColumns, int kSplit, Epilogue kEpilogue>
 constexpr bool has_groups(int groups) {
   if (kEpilogue == Epilogue::kSiluMul && kColumns == 96) return groups == 1;

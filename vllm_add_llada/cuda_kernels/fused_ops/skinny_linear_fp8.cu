@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The product of few rows, of fp8 operands.
+// The product of few rows with fp8 operands.
 
 #include "skinny_linear.cuh"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Keys and values of a chunk, scattered to the rows of a cache. The parts of both, row after row,
-// are numbered through and dealt out to the blocks.
+// Stores keys and values of a chunk in the rows of a cache. The parts of both, row after row, are
+// numbered consecutively and distributed over the blocks.
 
 #include "fused_ops.h"
 #include "vllm_add_llada/cuda_kernels/common/launch.cuh"
@@ -12,13 +12,14 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A part is of type T; kParts of them per thread.
+// A part has type T; a thread copies kParts of them.
 template <typename T, int kParts>
 __global__ void __launch_bounds__(kThreads)
     store_rows(const __grid_constant__ StoreKeysValuesParams params) {
   launch_dependents();
   wait_for_prerequisites();
-  const int num_parts = static_cast<int>(params.k.inner) * params.head_dim;  // of k, and of v
+  // parts of k per row, and of v
+  const int num_parts = static_cast<int>(params.k.inner) * params.head_dim;
   const int64_t first_part = int64_t{blockIdx.x} * (kThreads * kParts);
   const int64_t first_row = first_part / (2 * num_parts);
   const int first = static_cast<int>(first_part - first_row * (2 * num_parts)) + threadIdx.x;
@@ -54,10 +55,11 @@ cudaError_t launch_parts(const StoreKeysValuesParams& params, int64_t num_parts,
                        stream);
 }
 
-// Few parts: one for each thread, so that as many as possible share the work.
+// Up to this number of parts, each thread has one part, so that as many threads as possible share
+// the work.
 constexpr int64_t kFewParts = int64_t{1} << 17;
 
-// The same rows, counted in parts of `width` elements.
+// The same rows with strides in parts of `width` elements.
 Rows in_parts(const Rows& rows, int width) {
   return {rows.data, rows.inner, rows.outer_stride / width, rows.inner_stride / width};
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Matrices of 4-bit numbers, or fp8, made bf16; for products of many rows.
+// Converts matrices of 4-bit or fp8 numbers to bf16, for products of many rows.
 
 #include <cuda_fp8.h>
 
@@ -15,14 +15,14 @@ namespace fused_ops {
 namespace {
 
 constexpr int kStrip = 128;
-constexpr int kParts = 4;  // of a strip, a thread each
-constexpr int kRows = 4;   // of which a thread has some numbers each
+constexpr int kParts = 4;  // parts per strip, one for each thread
+constexpr int kRows = 4;   // rows per thread; it has some numbers of each
 constexpr int kThreads = 256;
 
-// A float that is 2^23 and a small whole number more: its lowest bits are that number's.
+// The float 2^23. A float that is larger by a small integer has this integer in its lowest bits.
 constexpr uint32_t kWhole = 0x4b000000;
 
-// Scale and zero point of a group, whose number q is (q - zero) * scale, or table[q] * scale.
+// Scale and zero point of a group. A number q represents (q - zero) * scale, or table[q] * scale.
 template <bool kHasTable>
 struct Group {
   float scale, zero;
@@ -37,8 +37,8 @@ struct Group {
   }
 };
 
-// The numbers i and i + 4 of four words, for i from 0 to 3: of the words in their order, four
-// bits each, first those of i and then those of i + 4.
+// Collects the numbers i and i + 4 of four words, for i from 0 to 3: in the order of the words,
+// four bits each, first the numbers i and then the numbers i + 4.
 __device__ void regroup(const uint4& words, uint32_t (&pairs)[4]) {
   constexpr uint32_t kLow = 0x0f0f0f0f, kEven = 0x6240, kOdd = 0x7351;
   const uint32_t bytes[2][2] = {
@@ -52,10 +52,12 @@ __device__ void regroup(const uint4& words, uint32_t (&pairs)[4]) {
   }
 }
 
-// Four neighbours have a strip of each of `kRows` rows. A thread loads the 16 bytes that one of a
-// tensor core has (`STRIP` in Python), and from the other three it gets what makes it the owner of
-// the numbers 32 c + 8 part and on, c from 0 to 3: so loads and stores of a warp are whole lines.
-template <int kGroups, bool kHasTable>  // groups that a strip may have, at least
+// Four neighbouring threads have a strip of each of `kRows` rows. A thread loads the 16 bytes that
+// one thread of a tensor core has (`STRIP` in Python). It exchanges numbers with the other three,
+// and then owns the numbers from 32 c + 8 part on, for c from 0 to 3. So a warp loads and stores
+// whole lines.
+// kGroups: number of groups per strip for which scales are read.
+template <int kGroups, bool kHasTable>
 __global__ void __launch_bounds__(kThreads)
     unpack_strips(const __grid_constant__ UnpackParams params) {
   __shared__ float table[16];
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   uint4 given[kRows];
   Group<kHasTable> groups[kRows][kGroups];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {  // a row beyond the last is the last once more
+  for (int i = 0; i < kRows; ++i) {  // A row beyond the last one repeats the last row.
     const int64_t row = min(first_row + i, static_cast<int64_t>(params.num_rows) - 1);
     const auto* values = static_cast<const uint8_t*>(params.values) + row * params.values_stride;
     given[i] = __ldcs(reinterpret_cast<const uint4*>(values) + place);
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread has 16 numbers.
+// Widens fp8 numbers; a thread has 16 of them.
 __global__ void __launch_bounds__(kThreads) widen_fp8(const __grid_constant__ UnpackParams params) {
   launch_dependents();
   wait_for_prerequisites();

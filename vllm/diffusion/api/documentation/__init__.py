@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/docs`: every route with its fields, and requests to try.
+"""The page at `/docs`: every route with its fields and example requests.
 
-Swagger UI draws it from `/openapi.json`; upstream's package brings that library, so the page works
-where nothing but the server can be reached.
+Swagger UI renders it from `/openapi.json`. Upstream's package contains the Swagger UI library, so
+the page works without access to other hosts.
 """

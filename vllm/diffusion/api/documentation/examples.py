@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Example requests of the page at `/docs`. They suit every family.
+"""Example requests for the page at `/docs`; they work with every model family.
 
-None of them has a null: FastAPI leaves those out of its document.
+No example contains null, because FastAPI drops nulls from the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 
-# By route: what each request shows, and its body.
+# By route: the body of each example by its title.
 EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "/generate": {
         "a question": {"messages": _MESSAGES, "gen_length": 32},
@@ -64,6 +64,6 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def shown(route: str) -> dict[str, Any]:
-    """Return the requests of a route for FastAPI's `openapi_extra`."""
+    """Return the examples of a route in the form of FastAPI's `openapi_extra`."""
     examples = {name: {"value": body} for name, body in EXAMPLES[route].items()}
     return {"requestBody": {"content": {"application/json": {"examples": examples}}}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page at `/docs`, which stands before FastAPI's: that one loads its library from another host."""
+"""Offline version of FastAPI's page at `/docs`, whose library would load from another host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).parent / "static"
 SWAGGER_UI = Path(offline_docs.__file__).parent / "static"  # upstream's copy of the library
 
-_PAGE = WebFile.read(STATIC / "docs.html", pictures="'self' data:")  # of the style sheet
+# pictures as data URLs in the style sheet
+_PAGE = WebFile.read(STATIC / "docs.html", pictures="'self' data:")
 _FILES = {
     path.name: WebFile.read(path)
     for path in (
@@ -31,7 +32,7 @@ _FILES = {
     )
 }
 
-# Answered without a key.
+# Paths that are served without an API key.
 OPEN_PATHS = frozenset({"/docs", "/openapi.json", *(f"/docs/{name}" for name in _FILES)})
 
 router = APIRouter(include_in_schema=False)
@@ -39,13 +40,11 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/docs")
 async def docs(raw_request: Request) -> Response:
-    """Return the page."""
     return _PAGE.response(raw_request)
 
 
 @router.get("/docs/{name}")
 async def file(name: str, raw_request: Request) -> Response:
-    """Return a file of the page."""
     if name not in _FILES:
         raise HTTPException(404)
     return _FILES[name].response(raw_request)
@@ -53,25 +52,25 @@ async def file(name: str, raw_request: Request) -> Response:
 
 @router.get("/redoc")
 async def redoc() -> None:
-    """Find nothing, where FastAPI has a page that loads its library from another host."""
+    """Answer 404 instead of FastAPI's page, which loads its library from another host."""
     raise HTTPException(404)
 
 
 def install(app: FastAPI, *, has_keys: bool) -> None:
-    """Serve the page, unless the server documents nothing (`--disable-fastapi-docs`).
+    """Add the page to the application, unless `--disable-fastapi-docs` is given.
 
     Args:
         app: the application.
-        has_keys: whether requests need an API key, which the page then takes and sends.
+        has_keys: whether requests require an API key; the page then asks for the key and sends it.
     """
     if app.openapi_url is None:
         return
     app.router.routes[:0] = router.routes
     app.title, app.version = "Mosaic", __version__
-    made = app.openapi
+    upstreams_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = made()
+        document = upstreams_openapi()
         arrange(document)
         if has_keys:
             schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})

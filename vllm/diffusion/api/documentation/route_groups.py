@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups, order and names of the routes in the page at `/docs`."""
+"""Groups, order and summaries of the routes in the page at `/docs`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 
 class Group(NamedTuple):
-    """Routes that serve one purpose.
+    """A group of routes that serve one purpose.
 
     Attributes:
         name: heading of the group.
         description: one sentence below it.
-        routes: what each route does, by path, in the order of the page.
+        routes: summary of each route by path, in the order of the page.
     """
 
     name: str
@@ -85,7 +85,7 @@ _OTHERS = Group("vLLM", "Further routes of vLLM, as it serves them.", {})
 
 
 def arrange(document: dict[str, Any]) -> None:
-    """Order the routes of an OpenAPI document by group, and name them by what they do."""
+    """Order the routes of an OpenAPI document by group, and set their summaries."""
     remaining: dict[str, Any] = document["paths"]
     document["tags"], document["paths"] = [], {}
     for group in (*GROUPS, _OTHERS):

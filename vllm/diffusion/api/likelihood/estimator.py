@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihood of a continuation under a masked diffusion model, as LLaDA's authors estimate it.
+"""Monte Carlo estimate of the likelihood of a continuation under a masked diffusion model.
 
-Nie et al., arXiv:2502.09992, Algorithm 3, and their `eval_llada.py`: of a continuation of L tokens
-x are masked, x from 1 to L, which x is drawn from a permutation; the cross entropy of the masked
-tokens, times L / x, is an unbiased estimate of what bounds the negative log likelihood. Numbers
-and permutations come in the order of the published script, from the generator that it seeds.
+The estimator is that of LLaDA's authors (Nie et al., arXiv:2502.09992, Algorithm 3, and their
+`eval_llada.py`). Each sample masks x of the L tokens of a continuation, with x from 1 to L and the
+masked tokens drawn by a permutation. The log likelihood of the masked tokens times L / x is an
+unbiased estimate of a lower bound of the log likelihood. Numbers and permutations are drawn in the
+order of the published script, from the generator that it seeds.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-Masking = tuple[int, ...]  # positions of the continuation that are masked, ascending from 0
+Masking = tuple[int, ...]  # masked positions of the continuation, ascending from 0
 
 
 class Estimate(NamedTuple):
-    """A log likelihood and its standard error; None if one sample cannot give one."""
+    """A log likelihood and its standard error, which is None if a single sample cannot give one."""
 
     loglikelihood: float
     stderr: float | None
 
 
 def draw_maskings(length: int, mc_num: int, batch_size: int, seed: int) -> list[Masking]:
-    """Draw the maskings of `mc_num` samples, each `batch_size` of them from one number k.
+    """Draw the maskings of `mc_num` samples, in batches that each use one random number k.
 
     Args:
         length: L, tokens of the continuation, at least one.
-        mc_num: samples, a multiple of `batch_size`.
-        batch_size: samples whose numbers of masks are spread evenly over 1 to L, from k on.
+        mc_num: number of samples, a multiple of `batch_size`.
+        batch_size: samples whose numbers of masks are spread evenly over 1 to L, starting at k.
         seed: seed of the generator.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +46,7 @@ def draw_maskings(length: int, mc_num: int, batch_size: int, seed: int) -> list[
         spread = torch.linspace(float(k), last, steps=batch_size).round().long()
         for count in ((spread - 1) % length + 1).tolist():
             order = torch.randperm(length, generator=generator)
-            # Place j is masked where the permutation puts one of the first `count` numbers.
+            # Position j is masked if the permutation assigns it one of the first `count` numbers.
             drawn.append(tuple((order < count).nonzero()[:, 0].tolist()))
     return drawn
 
@@ -55,8 +56,8 @@ def estimate(
 ) -> Estimate:
     """Compute the estimate from samples.
 
-    The error is that of samples drawn one by one. Those of a batch are spread evenly, so it is
-    overestimated.
+    The standard error assumes independent samples. The samples of a batch are spread evenly, so it
+    is an overestimate.
 
     Args:
         maskings: masking of every sample.

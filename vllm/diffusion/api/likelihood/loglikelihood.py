@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
 
-MAX_SAMPLES = 4096  # of one request; forwards take turns, so others go on meanwhile
-MAX_TOKENS = 2**25  # of all samples of a request together, which bounds its memory: 1 GiB
+# Samples of one request. Forwards are scheduled one by one, so other requests continue meanwhile.
+MAX_SAMPLES = 4096
+# Tokens of all samples of a request together, which bounds its memory to 1 GiB.
+MAX_TOKENS = 2**25
 DEFAULT_BATCH_SIZE = 32
-DECIMALS = 5  # what comes behind them depends, in fp32, on who shares a step
+# Further decimals depend, in fp32, on the other requests in the same step.
+DECIMALS = 5
 
-# Of the check for greediness, whatever the server's defaults are.
+# Parameters of the greedy check; they override the server's defaults.
 _PUBLISHED_LOOP: dict[str, Any] = {
     "algorithm": "semi_ar",
     "remasking": "low_confidence",
@@ -96,7 +99,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 
 
 class LikelihoodBody(BaseModel):
-    """Fields of the body that are not numbers."""
+    """Fields of the body other than the parameters."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -123,12 +126,12 @@ class LikelihoodResponse(BaseModel):
 
     Attributes:
         loglikelihood: natural log likelihood of the continuation: the mean of the samples.
-        stderr: standard error of the estimate; 0 where nothing is drawn, null where one sample
+        stderr: standard error of the estimate; 0 if no masks are drawn, null if a single sample
             cannot give one.
-        is_greedy: whether the model would write the continuation itself, if asked for.
-        forwards: number of forwards run; samples that mask equal tokens share one.
+        is_greedy: whether greedy decoding reproduces the continuation, if checked.
+        forwards: number of forward passes; samples that mask the same tokens share one.
         num_tokens: number of tokens of the continuation.
-        seed: seed of the maskings, where they were drawn.
+        seed: seed of the maskings, if they were drawn.
         logprobs: for every element of `masks`, log probabilities of the masked tokens.
     """
 
@@ -146,14 +149,14 @@ class LikelihoodResponse(BaseModel):
     usage: Usage
 
     def content(self) -> dict[str, Any]:
-        """Return the answer as JSON, without fields that were not asked for."""
+        """Return the answer as JSON, without fields that were not requested."""
         optional = {"is_greedy", "seed", "logprobs"}
         return self.model_dump(exclude={name for name in optional if getattr(self, name) is None})
 
 
 @dataclass(frozen=True)
 class _ScoringTask:
-    """A checked body: token ids, and the maskings of all samples."""
+    """A checked body: token ids and the maskings of all samples."""
 
     context: list[int]
     continuation: list[int]
@@ -177,7 +180,7 @@ class _ScoringTask:
 
 
 class LikelihoodHandler:
-    """Serves `/v1/loglikelihood` over one engine; arguments as for `GenerateHandler`."""
+    """Handler of `/v1/loglikelihood`; for arguments see `GenerateHandler`."""
 
     def __init__(
         self, engine: EngineClient, validator: Validator, model_names: Sequence[str]
@@ -188,7 +191,7 @@ class LikelihoodHandler:
         self._score_client = ScoreClient(engine, validator)
 
     async def answer(self, body: LikelihoodBody, request_id: str) -> LikelihoodResponse:
-        """Run all forwards; cancelling this coroutine aborts them.
+        """Run all forward passes. Cancelling this coroutine aborts them.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
@@ -196,7 +199,8 @@ class LikelihoodHandler:
         """
         check_model(body.model, self._model_names)
         try:
-            # Texts are tokenised and maskings drawn while other requests are served.
+            # A thread tokenises texts and draws maskings, so that other requests are served
+            # meanwhile.
             task = await asyncio.to_thread(self._task_of, body)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
@@ -265,7 +269,9 @@ class LikelihoodHandler:
         )
 
     def _check_size(self, num_tokens: int, num_samples: int) -> None:
-        """Refuse a sequence that the model cannot have, or samples of too many tokens."""
+        """Refuse a sequence longer than the model's limit, or samples with too many tokens in
+        total.
+        """
         longest = self._engine.model_config.max_model_len
         if num_tokens > longest:
             wanted = f"wanted at most {longest} tokens, the server's max_model_len"
@@ -278,7 +284,8 @@ class LikelihoodHandler:
     def _token_ids(self, body: LikelihoodBody, adds_special: bool) -> tuple[list[int], list[int]]:
         """Return the tokens of context and continuation.
 
-        Text is encoded together: spaces at the end of a context count as the continuation's.
+        Texts are encoded together; trailing spaces of the context count as part of the
+        continuation.
         """
         context, continuation = body.context, body.continuation
         if isinstance(context, str) and isinstance(continuation, str):
@@ -302,7 +309,7 @@ class LikelihoodHandler:
         return context, continuation
 
     async def _is_greedy(self, task: _ScoringTask, request_id: str) -> bool:
-        """Whether the model, writing the surest token each time, would write the continuation."""
+        """Return whether the model reproduces the continuation by greedy decoding."""
         length = len(task.continuation)
         wanted = {**_PUBLISHED_LOOP, "cfg_scale": task.cfg}
         wanted |= dict.fromkeys(("gen_length", "max_tokens", "block_length", "steps"), length)
@@ -336,7 +343,8 @@ def _maskings(
     batch_size = values.get("batch_size", default)
     if mc_num % batch_size:
         raise InvalidParameterError("batch_size", batch_size, f"wanted a divisor of {mc_num}")
-    if length == 1:  # every sample masks it
+    # Every sample masks the only token.
+    if length == 1:
         return seed, [(0,)]
     return seed, draw_maskings(length, mc_num, batch_size, _signed(seed))
 
@@ -356,5 +364,5 @@ def _given_maskings(masks: Any, length: int) -> list[Masking]:
 
 
 def _signed(seed: int) -> int:
-    """Return the bit pattern of a seed as int64, which PyTorch's generator takes."""
+    """Convert a seed to int64 with the same bit pattern, as PyTorch's generator requires."""
     return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards for likelihoods, which commit nothing, as the HTTP handlers ask for them.
+"""Engine client for forward passes that score tokens and commit nothing.
 
-Every query is a request to the engine, so queries share steps with each other and with all other
-requests, and priority, timeouts and aborts act on them as on any request.
+Every query is a request to the engine. So queries share steps with each other and with all other
+requests, and priorities, timeouts and aborts apply to them as to any request.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.engine.protocol import EngineClient
 
-_SAMPLING = SamplingParams(  # what upstream's front end does with the output
+# Parameters of a query for upstream's front end, which processes the output.
+_SAMPLING = SamplingParams(
     temperature=0.0,
     max_tokens=1,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
-    skip_clone=True,  # every query has its own; a deep copy takes longer than all else here
+    # Each query makes its own shallow copy; a deep copy takes longer than all other work here.
+    skip_clone=True,
 )
 
-TERMS = tuple(sorted(BESIDE_A_SCORE))  # of an HTTP request, that each of its queries has, too
-MAX_CONCURRENT_SCORES = 256  # queries of one HTTP request that are in the engine at a time
+# Parameters of an HTTP request that apply to each of its queries, too.
+TERMS = tuple(sorted(BESIDE_A_SCORE))
+# Queries of one HTTP request that are in the engine at a time.
+MAX_CONCURRENT_SCORES = 256
 
 
 class ScoreQuery(NamedTuple):
-    """One forward whose log probabilities are wanted.
+    """One forward pass that computes log probabilities of given tokens.
 
     Attributes:
         prompt: the sequence, with its masks.
         positions: scored positions, ascending.
-        token_ids: for each of them, the tokens whose log probabilities are wanted.
-        num_top: number of most likely tokens wanted as well.
+        token_ids: for each position, the tokens whose log probabilities are returned.
+        num_top: number of most likely tokens that are returned as well.
         cfg_scale, context_length: guidance, see `ScoreRequest`.
     """
 
@@ -60,7 +64,7 @@ class ScoreQuery(NamedTuple):
     context_length: int = 0
 
     def score(self, group: ScoreGroup) -> ScoreRequest:
-        """Return the query as the engine's request."""
+        """Return the query in the form of the engine's request."""
         return ScoreRequest(
             tuple(self.positions),
             tuple(map(tuple, self.token_ids)),
@@ -72,12 +76,12 @@ class ScoreQuery(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Key of the queries that share a decision, apart from the scored positions and tokens."""
+        """Key of queries with the same decision except for the scored positions and tokens."""
         return len(self.prompt), self.cfg_scale > 0
 
 
 class ScoreGroup(NamedTuple):
-    """Readings that are to share a step, as in `ScoreRequest`; at most MAX_CONCURRENT_SCORES."""
+    """Queries that share one step, see `ScoreRequest`; at most MAX_CONCURRENT_SCORES of them."""
 
     group: str
     group_size: int
@@ -87,18 +91,18 @@ _ALONE = ScoreGroup("", 1)
 
 
 class ScoreResult(NamedTuple):
-    """Result of a query, and the scheduler's report of it."""
+    """Result of a query, and the scheduler's report about it."""
 
     scores: TokenScores
     report: dict[str, Any]
 
 
 class ScoreClient:
-    """Runs queries over one engine.
+    """Runs queries on one engine.
 
     Args:
         engine: the engine's client.
-        validator: decides requests of this engine.
+        validator: decides the parameters of requests to this engine.
     """
 
     def __init__(self, engine: EngineClient | ChoicesClient, validator: Validator) -> None:
@@ -114,19 +118,19 @@ class ScoreClient:
         group: ScoreGroup | None = None,
         **options: Any,
     ) -> list[ScoreResult]:
-        """Return the result of each query; cancelling this coroutine aborts them all.
+        """Return the result of each query. Cancelling this coroutine aborts all queries.
 
         Args:
-            queries: the forwards; the engine knows number i as `{request_id}-{i}`.
+            queries: the forward passes; query i has the engine's request id `{request_id}-{i}`.
             request_id: id of the HTTP request.
             terms: `priority` and `timeout_s`, under canonical names, if given.
-            group: queries that are to share a step; other calls may contribute to it.
+            group: group of queries that share a step; other calls may add queries to it.
             options: arguments of the engine's `generate`.
 
         Raises:
-            RequestRefused: HTTP 400, naming the field, before anything is sent.
+            RequestRefused: HTTP 400, naming the field, before a query is sent.
             RequestTimedOut: HTTP 504.
-            GenerationError: the engine could not go on.
+            GenerationError: the engine failed.
         """
         decided = self.check(queries, terms)
         room = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
@@ -156,7 +160,7 @@ class ScoreClient:
     def check(
         self, queries: Sequence[ScoreQuery], terms: Mapping[str, Any]
     ) -> dict[tuple[int, bool], DiffusionParams]:
-        """Make a decision for every kind of queries.
+        """Decide the parameters of each kind of query.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.

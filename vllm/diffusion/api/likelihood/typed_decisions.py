@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed decisions: upstream's `/v1/systemone` and `/generative_scoring` over masks.
+"""Typed decisions: upstream's `/v1/systemone` and `/generative_scoring` computed from masks.
 
-Upstream reads the first token of a reply, one request a question. A model that fills masks reads
-all questions of a call at once: the reply is written with a mask at each answer, and one forward
-gives the distribution of each answer, given the state and all questions. In a block-causal family a
-question is a request of its own, as a mask would change the blocks behind it.
+Upstream reads the first token of a reply, with one request per question. A model that fills masks
+answers all questions of a call at once: the reply has a mask at each answer, and one forward pass
+computes the distribution of each answer, given the state and all questions. In a block-causal
+family each question is a request of its own, because a mask would change the blocks that follow.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ DecisionRequest = create_model(
 
 
 class AnswerSlot(NamedTuple):
-    """A mask in place of an answer.
+    """A mask at the position of an answer.
 
     Attributes:
         position: position in the sequence.
-        label_ids: for each label, its first token at that position.
+        label_ids: first token of each label at that position.
     """
 
     position: int
@@ -98,7 +98,7 @@ class AnswerSlot(NamedTuple):
 
 
 class DecisionPrompt(NamedTuple):
-    """A sequence that asks some questions, with a mask at each answer."""
+    """A sequence that asks some questions, with a mask at the position of each answer."""
 
     tokens: list[int]
     slots: list[AnswerSlot]
@@ -110,7 +110,7 @@ class DecisionPrompt(NamedTuple):
         return ScoreQuery(self.tokens, positions, [slot.label_ids for slot in self.slots])
 
     def without(self, chosen: Sequence[int]) -> list[DecisionPrompt]:
-        """For each slot, make a prompt with that slot alone and the chosen labels in all others."""
+        """Return a prompt for each slot in which all other slots contain the chosen labels."""
         answered = list(self.tokens)
         for slot, label in zip(self.slots, chosen, strict=True):
             answered[slot.position] = slot.label_ids[label]
@@ -123,12 +123,14 @@ class DecisionPrompt(NamedTuple):
 
 
 class BlockStrategy(NextTokenStrategy):
-    """Strategy of block-causal families: each question is a sequence, read where its reply begins.
+    """Strategy of block-causal families: one sequence per question, scored at its first reply
+    token.
 
-    It is read in the first forward of an answer: masks from there to the end of the block.
+    The sequence is that of the first forward pass of an answer, with masks up to the end of the
+    block.
 
     Attributes:
-        passes: number of times that a question is read.
+        passes: number of times that each question is scored.
         terms: `timeout_s`, if given.
     """
 
@@ -144,7 +146,7 @@ class BlockStrategy(NextTokenStrategy):
         self._validator: Validator = validator
         self._score_client = ScoreClient(context.engine_client, validator)
         self._known: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
-        self._pieces: dict[str, list[int]] = {}  # tokens of what stands before an answer
+        self._pieces: dict[str, list[int]] = {}  # tokens of the text before each answer
 
     def limits(self) -> DecisionLimits:
         return DecisionLimits(max_questions=MAX_QUESTIONS, max_options=len(LABELS))
@@ -161,7 +163,7 @@ class BlockStrategy(NextTokenStrategy):
         trace_headers: Mapping[str, str] | None = None,
         **_: Any,
     ) -> list[QuestionRead]:
-        """Read the questions; one result each, in order."""
+        """Score the questions and return one result for each, in order."""
 
         async def prompt(content: str) -> list[int]:
             messages = [{"role": "user", "content": content}]
@@ -195,7 +197,7 @@ class BlockStrategy(NextTokenStrategy):
         questions: list[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
     ) -> list[DecisionPrompt]:
-        """Make the sequences of a call, from its prompts."""
+        """Return the sequences of a call, made from its prompts."""
         decision_prompts = []
         for question in questions:
             before = await prompt(self._content(state, question))
@@ -221,7 +223,8 @@ class BlockStrategy(NextTokenStrategy):
                         probs=label_softmax(logprobs),
                         label_mass=math.fsum(map(math.exp, logprobs)),
                         argmax_is_label=result.scores.likeliest[number] in labels,
-                        # One forward reads the sequence for all of its questions.
+                        # One forward pass scores all questions of a sequence, so only the first
+                        # one counts it.
                         input_tokens=0 if number else len(query.prompt),
                         output_tokens=0,
                     )
@@ -229,15 +232,15 @@ class BlockStrategy(NextTokenStrategy):
         return question_reads
 
     def _end_of(self, prompt: list[int]) -> str:
-        """Return the text of a prompt behind its last special token."""
+        """Return the text of a prompt after its last special token."""
         tokenizer = self._tokenizer()
         return str(tokenizer.decode(prompt_tail(tokenizer, prompt)))
 
     def _label_ids(self, before: str, question: Question) -> tuple[int, ...]:
-        """Return the first token of each label of a question behind some text.
+        """Return the first token of each label of a question after the text `before`.
 
         Raises:
-            StructuredDecisionError: two of them begin alike, or none begins there.
+            StructuredDecisionError: two labels have the same first token, or a label adds no token.
         """
         if (before, question.labels) not in self._known:
             encode = self._tokenizer().encode
@@ -288,7 +291,7 @@ class MaskStrategy(BlockStrategy):
 
 
 def _content_of_several(state: str, questions: list[Question]) -> str:
-    """Make the user's turn: the state, then the questions, which the reply answers by number."""
+    """Return the user's turn: the state, then the numbered questions, which the reply answers."""
     texts = [
         f"Question {number}:\n{question.type.prompt(question)}"
         for number, question in enumerate(questions, start=1)
@@ -297,7 +300,7 @@ def _content_of_several(state: str, questions: list[Question]) -> str:
 
 
 def masked_behind(prompt: list[int], validator: Validator) -> list[int]:
-    """Append the mask that a reply begins with; in block-causal families, a whole block."""
+    """Append the mask of a reply's first token; block-causal families fill the block with masks."""
     end, block_length = len(prompt) + 1, validator.block_length
     if block_length is not None:
         end = -(-end // block_length) * block_length
@@ -319,7 +322,7 @@ class DiffusionDecisions(ServingStructuredDecisions):
 
 
 def _values_of(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
-    """Return our parameters of a body, checked.
+    """Return the checked diffusion parameters of a body.
 
     Raises:
         RequestRefused: HTTP 400, naming the field.
@@ -357,22 +360,23 @@ class DiffusionScoring(ServingGenerativeScoring):
         answer = await super(DiffusionScoring, handler).create_generative_scoring(
             request, raw_request
         )
-        if client.error is not None:  # upstream's answer to it has another status
+        # Upstream would answer this error with another status.
+        if client.error is not None:
             raise client.error
         return answer
 
 
 class _NextTokens:
-    """Engine client that answers requests for one token by reading the mask behind the prompt.
+    """Engine client that answers requests for one token by scoring a mask after the prompt.
 
     Args:
         engine: the engine's client.
-        validator: decides requests of this engine.
-        num_items: number of requests that come together.
+        validator: decides the parameters of requests to this engine.
+        num_items: number of requests that are sent together.
         terms: `timeout_s`, if given.
 
     Attributes:
-        error: why one of them was refused, or did not end.
+        error: why a request was refused or timed out; None if all succeeded.
     """
 
     error: RequestRefused | RequestTimedOut | None = None
@@ -400,7 +404,7 @@ class _NextTokens:
         lora_request: Any = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the likeliest token, with the log probabilities of `logprob_token_ids`."""
+        """Yield the most likely token, with the log probabilities of `logprob_token_ids`."""
         prompt, labels = engine_input["prompt_token_ids"], sampling.logprob_token_ids or []
         query = ScoreQuery(masked_behind(prompt, self._validator), [len(prompt)], [labels])
         try:
@@ -417,14 +421,14 @@ class _NextTokens:
 
 
 def register() -> None:
-    """Register our strategies with upstream's server."""
+    """Register the strategies of diffusion families with upstream's server."""
     for family in FAMILIES:
         strategy = BlockStrategy if family.is_block_causal else MaskStrategy
         READ_STRATEGIES.update(dict.fromkeys(family.architectures, strategy))
 
 
 def replace_decision_handlers(state: Any, validator: Validator) -> None:
-    """Replace upstream's handlers of the server by ours."""
+    """Replace upstream's handlers of the server with our subclasses."""
     decisions, scoring = state.serving_structured_decisions, state.serving_generative_scoring
     if decisions is not None:
         state.serving_structured_decisions = rebuild_as(decisions, DiffusionDecisions)

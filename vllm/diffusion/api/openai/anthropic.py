@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's messages, which upstream converts to chat completions, served by our handler."""
+"""Anthropic's messages: upstream converts them to chat completions, which our handler serves."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 _UPSTREAMS = SPELLINGS.keys() & AnthropicMessagesRequest.model_fields.keys()
-_FAILED = 'data: {"error"'  # the chunk of a chat stream that ends early
-_REPORTED = ("message_start", "message_delta", "error")  # events that differ from upstream's
+_FAILED = 'data: {"error"'  # first chunk of a chat stream's error
+# types of events that differ from upstream's
+_REPORTED = ("message_start", "message_delta", "error")
 _STATUS_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,7 +48,7 @@ _STATUS_TYPES = {
 
 
 def error_type(status: int) -> str:
-    """Return Anthropic's type of an error with this status."""
+    """Return Anthropic's error type for an HTTP status."""
     default = "invalid_request_error" if status < 500 else "api_error"
     return _STATUS_TYPES.get(status, default)
 
@@ -84,22 +85,24 @@ class MessagesAnswer(AnthropicMessagesResponse):
 
 
 def think(made: Any, thinking: Any, template: str, *, is_bounded: bool) -> list[str]:
-    """Let a chat request think as its `thinking` says, as far as the model can.
+    """Set up the thinking of a chat request from the `thinking` field of a message request.
 
     Args:
-        made: upstream's chat request, with the budget and the effort that it reads of `thinking`.
+        made: upstream's chat request, with the budget and the effort that it derives from
+            `thinking`; changed.
         thinking: the client's field; None if it sent none.
         template: the chat template, which may read `enable_thinking`.
-        is_bounded: the model's thinking can be ended after a number of tokens.
+        is_bounded: whether the model's thinking can be ended after a number of tokens.
 
     Returns:
-        names of fields that do not act.
+        names of fields without effect.
     """
     if thinking is None or thinking.type == "adaptive":
         return []
     reads = "enable_thinking" in template
     if thinking.type == "disabled":
-        made.reasoning_effort = "none" if reads else None  # nothing is to be turned off
+        # The fallback is None: a template that does not read the switch has nothing to turn off.
+        made.reasoning_effort = "none" if reads else None
         return []
     if reads:
         given = made.chat_template_kwargs or {}
@@ -127,7 +130,8 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         for name in (sent.keys() & SPELLINGS.keys()) - _UPSTREAMS:
             setattr(made, name, sent[name])
         setattr(made, IGNORED, tuple(ignored))
-        if isinstance(request, AnthropicCountTokensRequest):  # which upstream renders as it is
+        # Upstream renders the request unchanged to count its tokens.
+        if isinstance(request, AnthropicCountTokensRequest):
             if made.tool_choice == "none" and not reads_tools(template):
                 made.tools = None
             made.tool_choice = "none"
@@ -148,7 +152,8 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
             nonlocal status
             async with aclosing(generator):
                 async for text in generator:
-                    if text.startswith(_FAILED):  # upstream's converter expects a chunk here
+                    # Upstream's converter cannot parse an error.
+                    if text.startswith(_FAILED):
                         error = json.loads(text.removeprefix("data: "))["error"]
                         status = HTTPStatus(error["code"])
                         raise GracefulHTTPError(error["message"], status)
@@ -162,7 +167,7 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
 
 
 def _continue_answer(made: Any, field: str) -> None:
-    """Let the answer continue the conversation's last message, if that is the assistant's."""
+    """Make the answer continue the conversation's last message if it is the assistant's."""
     last = made.messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         return
@@ -173,17 +178,17 @@ def _continue_answer(made: Any, field: str) -> None:
     made.continue_final_message, made.add_generation_prompt = True, False
 
 
-def _own_id(of_chat: str) -> str:
-    return f"msg_{of_chat.removeprefix('chatcmpl-')}"
+def _own_id(chat_id: str) -> str:
+    return f"msg_{chat_id.removeprefix('chatcmpl-')}"
 
 
 def _changed(text: str, report: dict[str, Any], status: int) -> str:
-    """Return an event of a stream with what is Anthropic's and ours in it.
+    """Return an event of a stream with Anthropic's ids and error types and the diffusion report.
 
     Args:
         text: upstream's event.
-        report: the diffusion report, for the last event.
-        status: HTTP status of a failure, which gives its type.
+        report: the diffusion report, which the last event contains.
+        status: HTTP status of a failure, which determines its type.
     """
     name, _, data = text.partition("\ndata: ")
     kind = name.removeprefix("event: ")

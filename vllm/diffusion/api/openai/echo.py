@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`echo` beside `logprobs`: log probabilities of the tokens of a prompt, from left to right.
+"""`echo` with `logprobs`: log probabilities of the tokens of a prompt, from left to right.
 
-A masked model does not compute these while it generates: at a row that holds its own token it would
-only copy. So every token is read in its own forward, in which it and all tokens behind it are
-masked: the chain rule of an autoregressive likelihood. In a block-causal family the masks end with
-the token's block.
+A masked model does not compute these while it generates: at a row that contains the token itself
+it would only copy the token. So every token is scored in a forward pass of its own, in which the
+token and all later tokens are masked, as in the chain rule of an autoregressive likelihood. In a
+block-causal family the masks end with the token's block.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.validator import Validator
     from vllm.sampling_params import SamplingParams
 
-MAX_PROMPT_TOKENS = 2048  # of a prompt: as many forwards of as many rows
+# Each token of the prompt takes a forward pass over all rows of the prompt.
+MAX_PROMPT_TOKENS = 2048
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class EchoClient:
-    """Engine client whose outputs have the log probabilities of the prompt's tokens.
+    """Engine client that adds the log probabilities of the prompt's tokens to outputs.
 
     Args:
         inner: client that runs the request itself.
-        validator: decides requests of this engine.
+        validator: decides the parameters of requests to this engine.
         texts: token texts of the server's tokenizer.
         terms: `priority` and `timeout_s` of the request, if given.
-        writes: whether an answer is generated behind the prompt.
+        writes: whether an answer is generated after the prompt.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class EchoClient:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer's outputs, or one without an answer; each with the prompt's queries."""
+        """Yield the answer's outputs, or one output without an answer, each with the prompt's
+        scores.
+        """
         own_id = f"{request_id}-echo"
         async with TaskScope() as tasks:
             scoring = tasks.start(self._score_client.run(queries, own_id, self._terms, **options))
@@ -105,12 +108,13 @@ class EchoClient:
     def _with(
         self, results: list[ScoreResult], prompt: list[int], output: RequestOutput
     ) -> RequestOutput:
-        """Add the log probabilities of its prompt to an output, and the forwards that they took."""
+        """Add the prompt's log probabilities, and the forward passes they took, to an output."""
         output.prompt_logprobs = prompt_logprobs(prompt, results, self._texts)
         reports = reports_by_choice(output)
         if not self._writes and results:
             reports = {0: {**results[0].report, "num_forwards": 0, "num_steps": 0}}
-        if "num_forwards" in reports.get(0, {}):  # of the first of several answers
+        # Only the first of several answers counts the forward passes of the prompt.
+        if "num_forwards" in reports.get(0, {}):
             taken = sum(result.report["num_forwards"] for result in results)
             for name in ("num_forwards", "num_steps"):
                 reports[0][name] += taken
@@ -122,7 +126,7 @@ class EchoClient:
 def queries_of(
     prompt: Sequence[int], mask_id: int, num_top: int, block_length: int | None
 ) -> list[ScoreQuery]:
-    """Make a query for each token except the first, which no token precedes."""
+    """Return a query for each token except the first, which has no token before it."""
     queries = []
     for position in range(1, len(prompt)):
         end = len(prompt)
@@ -136,7 +140,7 @@ def queries_of(
 def prompt_logprobs(
     prompt: Sequence[int], results: Sequence[ScoreResult], texts: TokenTexts
 ) -> PromptLogprobs:
-    """Convert queries to upstream's type: for each token, itself first and then the likeliest."""
+    """Convert results to upstream's type: per token its own log probability, then the top ones."""
     rows: PromptLogprobs = [None]
     written = texts.in_turn(prompt)[1:]
     for token, text, result in zip(prompt[1:], written, results, strict=True):

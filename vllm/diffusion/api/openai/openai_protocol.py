@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and answers of OpenAI's and Anthropic's routes: upstream's, and what diffusion adds.
+"""Bodies and answers of the OpenAI and Anthropic routes: upstream's, with diffusion's additions.
 
-Unsupported fields are refused. Fields without effect, and unknown ones, are named in the answer.
+Unsupported fields are refused. Fields without effect and unknown fields are listed in the answer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EFFORT = ("reasoning_effort", "reasoning")
-_THINKING = ("enable_thinking", "reasoning_effort")  # what templates read of them
-_DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
+# Variables of chat templates that are set from these fields.
+_THINKING = ("enable_thinking", "reasoning_effort")
+_DEFAULT_MAX_TOKENS = 16  # default of OpenAI's completions
 
-# Parameters that upstream's bodies declare and hand on. Its seeds have 63 bits; ours, which answers
-# report, have 64. It drops top_p and top_k at temperature 0, where they act on some families.
+# Parameters that upstream's bodies declare and pass on. Seeds are excluded, because upstream's
+# have 63 bits and ours, which answers report, have 64. `top_p` and `top_k` are excluded, because
+# upstream drops them at temperature 0, where they have an effect in some families.
 _UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed", "top_p", "top_k"}
 
 
@@ -55,8 +57,9 @@ class _CompletionBase(CompletionRequest):
 
     @model_validator(mode="after")
     def _default_max_tokens(self) -> _CompletionBase:
-        """Set the default limit so that it differs from one that was given."""
-        if self.max_tokens is None:  # upstream counts on a number
+        """Set the default limit, but mark the field as not sent by the client."""
+        # Upstream requires a number.
+        if self.max_tokens is None:
             self.max_tokens = _DEFAULT_MAX_TOKENS
             self.model_fields_set.discard("max_tokens")
         return self
@@ -115,16 +118,16 @@ class CompletionAnswer(CompletionResponse, _Reporting):
 def prepare(
     request: Any, model_config: Any, template: str = "", defaults: Mapping[str, Any] | None = None
 ) -> None:
-    """Bring a body into the form that upstream passes on to the engine.
+    """Convert a body to the form that upstream passes on to the engine.
 
     Args:
         request: ChatCompletionRequest or CompletionRequest, or one of the bodies above; changed.
         model_config: upstream's config of the served model.
         template: the chat template.
-        defaults: upstream's defaults of sampling parameters, as read when the server started.
+        defaults: upstream's default sampling parameters, as read when the server started.
 
     Raises:
-        InvalidParameterError: naming the field, the given and the wanted value.
+        InvalidParameterError: naming the field, the given and the expected value.
     """
     if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
         raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
@@ -141,10 +144,12 @@ def prepare(
         if spec is not None:
             raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
         spec = spec_of_tools(tools)
-        request.tool_choice = "none"  # upstream parses no calls, but passes tools to the template
+        # Upstream then parses no calls, but still passes the tools to the template.
+        request.tool_choice = "none"
     elif getattr(request, "tools", None) and not reads_tools(template):
         request.tools = None
-    request.response_format = request.structured_outputs = None  # upstream has its own grammars
+    # Our grammars replace upstream's.
+    request.response_format = request.structured_outputs = None
     request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
     _allow_several_greedy_answers(request, defaults or {})
 
@@ -168,19 +173,19 @@ def plain(given: Any) -> Any:
 def extra_args(request: Any, template: str) -> dict[str, Any]:
     """Return the parameters of a body as `vllm_xargs`, which becomes `SamplingParams.extra_args`.
 
-    It includes diffusion parameters at top level, and the names of fields without effect.
-    Parameters that upstream's body declares stay where they are.
+    They include the diffusion parameters at top level and the names of fields without effect.
+    Parameters that upstream's body declares remain in the body.
 
     Args:
         request: a body of one of upstream's routes; its seed is changed.
         template: the chat template, which may support levels of thinking.
 
     Raises:
-        InvalidParameterError: naming the field, the given and the wanted value.
+        InvalidParameterError: naming the field, the given and the expected value.
     """
     fields = {**vars(request), **(request.model_extra or {})}
     sent = {name: value for name, value in fields.items() if name in request.model_fields_set}
-    # A route that converts its body hands on a tuple, which no JSON is.
+    # A route that converts its body passes on a tuple, which cannot come from JSON.
     elsewhere = sent.pop(IGNORED) if isinstance(sent.get(IGNORED), tuple) else ()
     refuse_fields(sent)
     ignored = left_out(sent, type(request).model_fields.keys() | SPELLINGS.keys())
@@ -193,7 +198,8 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
                 name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
             )
     extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
-    if "seed" in extra:  # upstream knows it, and that answer i uses seed + i
+    # Upstream handles the seed, and answer i uses seed + i.
+    if "seed" in extra:
         request.seed = extra.pop("seed") % 2**SEED_BITS
     if any(word in template for word in _THINKING):
         ignored = [name for name in ignored if name not in _EFFORT]
@@ -221,7 +227,8 @@ def _given(request: Any) -> dict[str, Any]:
 def _check_logprobs(request: Any, model_config: Any) -> None:
     """Check the number of log probabilities.
 
-    It is `top_logprobs` of chat, where `logprobs` is a flag, and `logprobs` of completions.
+    The field is `top_logprobs` for chat, where `logprobs` is a flag, and `logprobs` for
+    completions.
     """
     is_chat = isinstance(request, ChatCompletionRequest)
     name = "top_logprobs" if is_chat else "logprobs"
@@ -232,18 +239,19 @@ def _check_logprobs(request: Any, model_config: Any) -> None:
         raise InvalidParameterError(
             "echo", True, "wanted false beside logprobs, or POST /v1/completions"
         )
-    request.top_logprobs = None  # upstream would ask for those of the prompt
+    # With echo, upstream would request the log probabilities of the prompt.
+    request.top_logprobs = None
 
 
 def reads_prompt(request: Any) -> bool:
-    """Whether a body of completions asks for the log probabilities of its prompt."""
+    """Return whether a body of completions requests the log probabilities of its prompt."""
     return bool(request.echo) and request.logprobs is not None
 
 
 def _shortest_canvas(given: dict[str, Any]) -> None:
-    """Beside a prompt that is read, give an answer of at most one token a canvas of one.
+    """Use a canvas of one token if an answer of at most one token follows a scored prompt.
 
-    Evaluation asks for that answer and discards it; upstream uses 0 for no answer at all.
+    Evaluation harnesses request that answer and discard it. Upstream uses 0 for no answer.
     """
     if given.get("max_tokens") not in (0, 1):
         return
@@ -254,10 +262,10 @@ def _shortest_canvas(given: dict[str, Any]) -> None:
 
 
 def _allow_several_greedy_answers(request: Any, defaults: Mapping[str, Any]) -> None:
-    """Let several greedy answers pass upstream, since random remasking may make them differ."""
+    """Make upstream accept several greedy answers, since random remasking may make them differ."""
     default = defaults.get("temperature", 1.0)
     given = request.temperature if request.temperature is not None else default
     if (request.n or 1) > 1 and given == 0:
-        request.vllm_xargs.setdefault("temperature", 0.0)  # the one that counts
+        request.vllm_xargs.setdefault("temperature", 0.0)  # temperature that the engine uses
         request.temperature = 1.0
         request.top_p, request.top_k, request.min_p = 1.0, 0, 0.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's handlers of the OpenAI routes, extended for a diffusion language model.
+"""Upstream's handlers of the OpenAI routes, extended for diffusion language models.
 
-They take the bodies of `openai_protocol`, run the choices of a request one by one, and put a
-`diffusion` object into answers: the report of the whole request and, before it, where
-`stream_canvas` asks for it, the canvas after every step.
+They accept the bodies of `openai_protocol`, run the choices of a request as separate requests, and
+add a `diffusion` object to answers. It contains the report of the whole request. If
+`stream_canvas` is set, earlier chunks of a stream contain the canvas after every step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Handler = TypeVar("Handler", bound="Diffusion")
 
 
 def replace_handler(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
-    """Make a handler of our kind from upstream's, which has the server's arguments."""
+    """Return a handler of class `kind` with the server's arguments from upstream's handler."""
     reports_shared = upstreams.enable_prompt_tokens_details or validator.shares_prefixes
     handler: Handler = rebuild_as(
         upstreams,
@@ -59,7 +59,7 @@ def replace_handler(upstreams: Any, kind: type[Handler], validator: Validator) -
 
 
 class Diffusion:
-    """Base of all handlers.
+    """Base class of the handlers of OpenAI routes.
 
     Attributes:
         token_texts: token texts of the server's tokenizer.
@@ -76,7 +76,7 @@ class Diffusion:
     renderer: Any
 
     async def prepare(self, request: Any) -> None:
-        """Bring a body into upstream's form, and compile the format of its answer.
+        """Convert a body to upstream's form, and compile the format of its answer.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
@@ -92,10 +92,10 @@ class Diffusion:
         await self.validator.compile(spec)
 
     def refuse_template(self, request: Any) -> None:
-        """Refuse a request's own chat template, unless the server trusts those.
+        """Refuse a chat template in the request unless the server trusts such templates.
 
         Raises:
-            InvalidParameterError: naming it.
+            InvalidParameterError: naming `chat_template`.
         """
         given = getattr(request, "chat_template", None)
         if given is not None and not self.online_renderer.trust_request_chat_template:
@@ -103,16 +103,16 @@ class Diffusion:
             raise InvalidParameterError("chat_template", given, wanted)
 
     def template_of(self, request: Any) -> str:
-        """Return the chat template of a request, as far as it is known here."""
-        of_tokenizer = getattr(self.renderer.tokenizer, "chat_template", None)
+        """Return the chat template of a request, or "" if it is not available here."""
+        tokenizer_template = getattr(self.renderer.tokenizer, "chat_template", None)
         given = getattr(request, "chat_template", None)
-        return str(given or getattr(self, "chat_template", None) or of_tokenizer or "")
+        return str(given or getattr(self, "chat_template", None) or tokenizer_template or "")
 
     async def wait_until_begun(self, request: Any, answer: Any) -> Any:
-        """Return the answer; if it is a stream with a timeout, once it has begun.
+        """Return the answer. A stream with a timeout is returned only after its first event.
 
         Raises:
-            RequestTimedOut: HTTP 504, before there is an event.
+            RequestTimedOut: HTTP 504, raised before the first event.
         """
         is_stream = request.stream and hasattr(answer, "__aiter__")
         if is_stream and self.validator.times(request.vllm_xargs):
@@ -149,7 +149,7 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
             head = _head(request_id, "chat.completion.chunk", model_name)
             choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
             write = _canvas_writer(self.token_texts, head, choice)
-            chunks = _after_the_first(chunks, lambda rest: merger.merge(rest, write))
+            chunks = _after_the_first(chunks, lambda tail: merger.merge(tail, write))
         async for text in _with_report(chunks, merger):
             yield text
 
@@ -260,7 +260,7 @@ def _calls_tools(request: Any) -> bool:
 async def _tap(
     outputs: AsyncGenerator[RequestOutput, None], merger: StreamMerger, first_choice: int = 0
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield outputs with news for upstream, and the first one, which brings the role."""
+    """Yield outputs that have news for upstream, and the first one, which carries the role."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:
@@ -294,8 +294,8 @@ async def _with_report(
 ) -> AsyncGenerator[str, None]:
     """Yield the chunks, with the report in the last one before [DONE].
 
-    The last one is known only when the next one comes, so chunks are held back, but only once all
-    answers have ended: then nothing is delayed any more.
+    A chunk is identified as the last one only when [DONE] follows. So once all answers have ended,
+    each chunk is held back until the next one arrives. Earlier chunks are not delayed.
     """
     held: str | None = None
     is_begun = False
@@ -313,7 +313,7 @@ async def _with_report(
 
 def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
     content = json.loads(chunk.removeprefix("data: "))
-    # No chunk reports the end of an answer without a token.
+    # No chunk reports the end of an answer without tokens.
     if any(map(timeout_in, reports.values())):
         for choice in content["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "abort"
@@ -322,9 +322,9 @@ def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
 
 
 def put_report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
-    """Put the reports of the choices, by number, into an answer."""
+    """Put the reports of the choices, by number of the choice, into an answer."""
     response.diffusion = _content(reports)
-    response.kv_transfer_params = None  # where upstream carried it
+    response.kv_transfer_params = None  # upstream's field that carried the report
 
 
 def _content(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _head(request_id: str, kind: str, model_name: str) -> dict[str, Any]:
 def _canvas_writer(
     texts: TokenTexts, head: dict[str, Any], choice: dict[str, Any]
 ) -> Callable[[int, dict[str, Any]], str]:
-    """Make a function that writes a chunk with a canvas, which adds nothing to the answer."""
+    """Return a function that formats a chunk with a canvas and without new text."""
 
     def write(index: int, packed: dict[str, Any]) -> str:
         canvas = CanvasState.of(packed, texts).model_dump(exclude_none=True)

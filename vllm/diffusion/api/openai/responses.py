@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's responses: upstream's handler, with the diffusion parameters and the report.
+"""OpenAI's responses: upstream's handler with the diffusion parameters and the report.
 
-Input that upstream's parser cannot read is refused, and a stream that fails reports it in an event.
+Input that upstream's parser cannot read is refused, and a failing stream ends with an error event.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ ResponsesBody = with_diffusion_fields(
 )
 
 
-_FUNCTION_TYPES = ("function", "custom", "namespace")  # which upstream writes as functions
+# types of tools that upstream converts to functions
+_FUNCTION_TYPES = ("function", "custom", "namespace")
 
 
 class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
@@ -95,7 +96,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             place = ".".join(map(str, fault["loc"]))
             wanted = f"{fault['msg']}: {place}"
         except (AssertionError, AttributeError, LookupError, TypeError) as error:
-            # Upstream's parser takes parts that are missing, or of another kind, for given.
+            # Upstream's parser does not check that parts are present and of the expected type.
             logger.debug("input of a response", exc_info=True)
             wanted = f"it cannot be read: {type(error).__name__} {error}".rstrip()
         finally:
@@ -140,10 +141,10 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
 
 
 def _requested_tools(request: Any) -> Tools | None:
-    """Return the tools that the answer may call; those that are no functions are named as ignored.
+    """Return the tools that the answer may call, and list tools that are not functions as ignored.
 
     Raises:
-        InvalidParameterError: naming what is wrong with them, or with the choice.
+        InvalidParameterError: naming the error in the tools or in the choice.
     """
     listed = construct_tool_dicts(request.tools, request.tool_choice) or []
     functions = [(tool["function"]["name"], tool["function"]["parameters"]) for tool in listed]
@@ -163,7 +164,7 @@ def _requested_tools(request: Any) -> Tools | None:
 
 
 def _reporting(response: Any) -> Any:
-    """Put the report into an answer, in place of upstream's field."""
+    """Put the report into an answer, replacing upstream's field."""
     params = getattr(response, "kv_transfer_params", None)
     if params is not None and "dllm" in params:
         put_report(response, {0: params["dllm"]})

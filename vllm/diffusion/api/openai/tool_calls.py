@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's tools: answers are restricted to a language, so every call is one that was offered.
+"""OpenAI's tools: a grammar restricts answers, so every call is one of the offered tools.
 
-A call is written in one form, whatever the model:
+A call has the same form for every model:
 
     <tool_call>
     {"name": "NAME", "arguments": {...}}
     </tool_call>
 
-With `tool_choice: auto` an answer is a call, or any text that does not begin with "<".
+With `tool_choice: auto` an answer is either a call or a text that does not begin with "<".
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def requested_tools(request: Any) -> Tools | None:
-    """Return the tools that the answer of a body may call; None if it may call none.
+    """Return the tools that the answer to a body may call, or None if it may call none.
 
     Raises:
-        InvalidParameterError: two tools have one name, a name that no call can have, or the one
-            that is chosen is not among them.
+        InvalidParameterError: two tools have one name, a name is invalid, or the chosen tool is
+            not among the tools.
     """
     choice = "auto" if request.tool_choice is None else request.tool_choice
     if not request.tools or choice == "none":
@@ -58,12 +58,12 @@ def offered(
     """Return the tools that an answer may call.
 
     Args:
-        functions: name and schema of the parameters of each function.
-        chosen: field that names the only one, and its name; None if any may be called.
+        functions: name and parameter schema of each function.
+        chosen: the field that names the only allowed function, and its name; None allows all.
         may_answer: whether the answer may be text instead.
 
     Raises:
-        InvalidParameterError: as `requested_tools`.
+        InvalidParameterError: see `requested_tools`.
     """
     names: dict[str, Any] = {}
     for name, parameters in functions:
@@ -81,7 +81,7 @@ def offered(
 
 
 def put_calls(response: Any) -> None:
-    """Convert the answers that are calls to tool calls."""
+    """Convert answers that are calls to tool calls."""
     for choice in response.choices:
         match = _CALL.fullmatch((choice.message.content or "").strip())
         if match is not None:
@@ -92,7 +92,7 @@ def put_calls(response: Any) -> None:
 
 
 async def with_calls(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Yield a stream's events, with calls as deltas of tool calls."""
+    """Yield a stream's events with calls converted to deltas of tool calls."""
     writers: dict[int, _CallWriter] = {}
     async with aclosing(chunks):
         async for text in chunks:
@@ -106,11 +106,11 @@ async def with_calls(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, N
 
 
 class _CallWriter:
-    """State of one streamed answer: whether it is a call, and how much of it has been sent."""
+    """Converts the text deltas of one streamed answer to deltas of a tool call."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._num_sent = -1  # characters of the arguments; -1 before the name
+        self._num_sent = -1  # characters of the arguments; -1 before the name is sent
 
     def rewrite(self, choice: dict[str, Any]) -> None:
         """Replace the text of a call by its delta."""
@@ -133,7 +133,8 @@ class _CallWriter:
         arguments = self._text[head.end() :]
         known = arguments.rstrip()
         known = known.removesuffix(CALL_END) if known.endswith(CALL_END) else arguments
-        if known is arguments:  # the end may have begun
+        # The text may end with a part of the end tag.
+        if known is arguments:
             known = arguments[: max(len(arguments) - len(CALL_END) - 1, 0)]
         if self._num_sent < 0:
             call = {"id": _new_id(), "type": "function", "function": {"name": head[1]}}
@@ -146,10 +147,10 @@ class _CallWriter:
 
 
 class CallParser:
-    """Parser of an answer of `/v1/responses`, with what is used of upstream's.
+    """Parser of an answer of `/v1/responses` with the methods of upstream's parser that are used.
 
     Attributes:
-        reasoning_parser: none; a call is all of an answer.
+        reasoning_parser: always None, because a call is the whole answer.
     """
 
     reasoning_parser = None
@@ -158,7 +159,7 @@ class CallParser:
         self._writer = _CallWriter()
 
     def set_prompt_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Do nothing: a call does not depend on the prompt."""
+        """Ignore the prompt: a call does not depend on it."""
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         return 0
@@ -166,14 +167,14 @@ class CallParser:
     def parse(
         self, text: str, *_: Any, **__: Any
     ) -> tuple[None, str | None, list[FunctionCall] | None]:
-        """Return reasoning, content and calls of a whole answer."""
+        """Return the reasoning, content and calls of a whole answer."""
         match = _CALL.fullmatch(text.strip())
         if match is None:
             return None, text, None
         return None, None, [FunctionCall(id=_new_id(), name=match[1], arguments=match[2])]
 
     def parse_delta(self, *, delta_text: str, finished: bool, **_: Any) -> DeltaMessage:
-        """Return what an answer that grows has new: text, or a part of a call."""
+        """Return the new part of a growing answer: text, or a part of a call."""
         delta: dict[str, Any] = {"content": delta_text}
         self._writer.rewrite({"delta": delta, "finish_reason": "stop" if finished else None})
         return DeltaMessage(**delta)

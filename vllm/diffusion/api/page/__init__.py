@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's own web pages: one to ask and watch, one that shows what the engine is doing.
+"""The server's own web pages: one to send requests and watch them, one for the engine's status.
 
-Plain HTML, CSS and JavaScript in `static/`, served as they are: nothing is built, and nothing is
-loaded from another host.
+The pages are plain HTML, CSS and JavaScript in `static/`. They are served unchanged, without a
+build step and without resources from other hosts.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the web page: algorithms and parameters, as the served model has them."""
+"""Options of the web page: the algorithms and parameters of the served model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.served_model import ServedModel
 
-# In the page's order; an algorithm's own parameters follow.
+# Common parameters in the page's order; the parameters of the algorithm follow.
 COMMON = (
     *("gen_length", "steps", "block_length", "temperature", "cache"),
     *("cfg_scale", "remasking", "seed", "num_speculative_states"),
@@ -30,8 +30,8 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
         version: version of this project.
 
     Returns:
-        `algorithms` by name, each with what it `commits` and `fields`: the parameters that act
-        beside it, with defaults; and `end_ids`, the tokens that end an answer.
+        `algorithms` by name, each with the description `commits` and with `fields`, its parameters
+        and their defaults; `end_ids` holds the tokens that end an answer.
     """
     family = model.family
     algorithms = algorithms_for(family)
@@ -82,7 +82,7 @@ def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, A
 
 
 def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
-    """Return the value that acts if none is given; None where it follows from others."""
+    """Return the value that applies if none is given; None if other parameters determine it."""
     if name == "gen_length":
         return model.default_max_tokens or DEFAULT_CANVAS
     if name == "block_length":

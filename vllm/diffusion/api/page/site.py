@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of the web pages, and the data of the status page.
 
-Files need no key; data about the server's work does.
+Files require no API key. Data about the server's work requires one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 STATIC = Path(__file__).parent / "static"
-_PATIENCE_S = 2.0  # with an engine that is inside a step
+_PATIENCE_S = 2.0  # seconds to wait for an engine that is inside a step
 _PAGES = {"/": "index.html", "/status": "status.html"}
 
 router = APIRouter(include_in_schema=False)
@@ -33,12 +33,13 @@ _FILES = {
     path.relative_to(STATIC).as_posix(): WebFile.read(path) for path in sorted(STATIC.rglob("*.*"))
 }
 
-# Answered without a key: they hold nothing that is not in the source.
+# Paths that are served without an API key; their content is the same on every server.
 OPEN_PATHS = frozenset({*_PAGES, *(f"/page/{name}" for name in _FILES)})
 
 
 class Status:
-    """Asks the engine, one question at a time; while it is busy its last answer is used.
+    """Queries the engine's status, one query at a time; while the engine is busy, the last answer
+    is used.
 
     Args:
         engine: the engine's client.
@@ -54,7 +55,10 @@ class Status:
         self._answered_at = time.time()
 
     async def now(self) -> dict[str, Any]:
-        """Return the requests in order of arrival, and the pool of rank 0; ranks are alike."""
+        """Return the requests in order of arrival, and the memory pool of rank 0.
+
+        All ranks have the same pool.
+        """
         if self._question is None:
             self._question = asyncio.ensure_future(self._engine.collective_rpc("status"))
         done, _ = await asyncio.wait([self._question], timeout=_PATIENCE_S)
@@ -79,12 +83,12 @@ class Status:
 
 
 def _request(state: Any, running: dict[str, Any] | None, waits_for: str | None) -> dict[str, Any]:
-    """Describe a request for the status page.
+    """Return the entry of a request on the status page.
 
     Args:
         state: upstream's state of the request.
-        running: the engine's status of it, if it runs.
-        waits_for: reason for which it waits, if the engine has reported it.
+        running: the engine's status of the request, if it is running.
+        waits_for: reason why it waits, if the engine has reported one.
     """
     since = None if state.stats is None else time.time() - state.stats.arrival_time
     known = {"prompt_tokens": state.prompt_len} if running is None else running
@@ -95,7 +99,7 @@ def _request(state: Any, running: dict[str, Any] | None, waits_for: str | None) 
 
 @router.get("/")
 async def page(raw_request: Request) -> Response:
-    """Return the page to ask and watch the canvas."""
+    """Return the page that sends requests and displays the canvas."""
     return _FILES[_PAGES["/"]].response(raw_request)
 
 
@@ -107,14 +111,14 @@ async def status_page(raw_request: Request) -> Response:
 
 @router.get("/status.json")
 async def status(raw_request: Request) -> JSONResponse:
-    """Return the data of the status page, apart from the metrics."""
+    """Return the data of the status page, except the metrics."""
     page_status: Status = raw_request.app.state.diffusion_status
     return JSONResponse(await page_status.now())
 
 
 @router.get("/page/options.json")
 async def options(raw_request: Request) -> JSONResponse:
-    """Return the algorithms and parameters, as the served model has them."""
+    """Return the algorithms and parameters of the served model."""
     page_options: dict[str, Any] = raw_request.app.state.diffusion_page_options
     return JSONResponse(page_options)
 
@@ -128,7 +132,7 @@ async def file(name: str, raw_request: Request) -> Response:
 
 
 def install(app: FastAPI, options: dict[str, Any], status: Status) -> None:
-    """Serve the pages.
+    """Add the pages to the application.
 
     Args:
         app: the application.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware: what is refused of a body on every route, upstream's own ones included.
+"""ASGI middleware that checks the raw bytes of JSON bodies on every route, including upstream's.
 
-It looks at the bytes of a body when the last of them has come, before any route parses them.
+It checks a body when its last bytes have arrived, before a route parses it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# A surrogate as JSON escapes it, or as bytes that Python's JSON parser lets pass. Most of the
-# escapes are pairs, so a match only says that the body has to be looked at.
-_MARKS = (b"\\ud", b"\\uD", b"\xed")  # without which a search, ten times as slow, finds none
+# A surrogate as a JSON escape, or as bytes that Python's JSON parser accepts. Most escapes are
+# valid pairs, so a match only means that the parsed body must be checked.
+_MARKS = (b"\\ud", b"\\uD", b"\xed")
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-# Characters that every server accepts, because `/tokenize` also counts texts longer than a prompt.
+# Every server accepts texts of this many characters, because `/tokenize` also counts texts that
+# are longer than a prompt.
 MIN_TEXT_LENGTH = 1 << 20
 _TEMPLATE_KWARGS = "chat_template_kwargs"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x78\x9c": "zlib"}
@@ -33,12 +34,12 @@ _OTHER_UNICODE = (b"\xff\xfe", b"\xfe\xff", b"\x00")
 
 
 class BodyReading:
-    """Middleware that refuses unreadable JSON while a route waits for it.
+    """Middleware that refuses unreadable JSON when a route receives it.
 
-    The error is raised by `receive`, so that it takes the way of all errors of routes.
+    `receive` raises the error, so that the handlers of route errors answer it.
 
     Args:
-        max_text_length: the most characters of a text.
+        max_text_length: maximum number of characters of a text.
     """
 
     def __init__(self, app: ASGIApp, max_text_length: int) -> None:
@@ -68,9 +69,9 @@ class BodyReading:
 
 
 def check(body: bytes, max_text_length: int) -> None:
-    """Refuse a body that is no JSON in UTF-8, has unreadable texts, or steers the tokenizer.
+    """Refuse a body that is compressed, not in UTF-8, has lone surrogates or steers the tokenizer.
 
-    What is no JSON at all is left to the route.
+    Text that is not JSON at all is left to the route.
 
     Raises:
         InvalidParameterError: naming `body`, or the path of the value.
@@ -106,7 +107,7 @@ def max_text_length(engine: Any) -> int:
 
 
 def fault_of(cause: BaseException | None) -> InvalidParameterError | None:
-    """Return what was wrong with a body that a route could not parse; None if unknown.
+    """Return the error of a body that a route could not parse, or None if it is unknown.
 
     Args:
         cause: the exception of the JSON parser.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the work that a wrong request body causes while pydantic validates it.
+"""Limits on the work of Pydantic for an invalid request body.
 
-pydantic reports every wrong item of a list once for each type that the item may have. A history of
-500 wrong items for `/v1/responses` (550 KB) gives 100,000 errors, which hold up the event loop for
-minutes. One error is enough for a refusal, so lists, sets, tuples and dicts report their first one.
+Pydantic reports every invalid item of a list once for each type that the item may have. A history
+of 500 invalid items for `/v1/responses` (550 KB) causes 100,000 errors, which block the event loop
+for minutes. One error is enough for a refusal, so lists, sets, tuples and dicts report only the
+first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NOT_VALIDATED = frozenset({"metadata", "serialization"})  # keys of a core sche
 
 
 def stop_at_first_fault(app: FastAPI) -> None:
-    """Make the bodies of all routes of `app` report the first wrong item of each container."""
+    """Make the bodies of all routes of `app` report only the first invalid item of a container."""
     for route in app.routes:
         if not isinstance(route, APIRoute):
             continue
@@ -33,13 +34,13 @@ def stop_at_first_fault(app: FastAPI) -> None:
 
 
 def _fail_fast(schema: Any, visited: set[int]) -> None:
-    """Set `fail_fast` in every container of a core schema, which may refer to itself."""
+    """Set `fail_fast` in every container of a core schema, which may contain cycles."""
     if id(schema) in visited:
         return
     visited.add(id(schema))
     if isinstance(schema, dict):
         kind = schema.get("type")
-        is_schema = isinstance(kind, str)  # else a dict of fields by name
+        is_schema = isinstance(kind, str)  # otherwise a dict of fields by name
         if is_schema and kind in _CONTAINERS:
             schema["fail_fast"] = True
         for key, value in schema.items():

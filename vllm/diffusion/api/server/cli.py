@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of server-wide diffusion defaults.
+"""Command line of the server: arguments for defaults of diffusion requests, and error messages.
 
-They are merged into `--additional-config '{"dllm": {...}}'`, which `LLM` takes as well.
+The defaults are merged into `--additional-config '{"dllm": {...}}'`, which `LLM` accepts as well.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_MODEL = (
 
 
 class ServerParser(FlexibleArgumentParser):
-    """Upstream's parser, which reports a mistake in one line, with the closest valid name."""
+    """Upstream's parser with one-line errors that suggest the closest valid name."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **options)
@@ -69,10 +69,10 @@ class ServerParser(FlexibleArgumentParser):
 
 @contextmanager
 def errors_in_one_line(args: Namespace) -> Iterator[None]:
-    """While a server runs, let errors that a user can fix end it in one line.
+    """Exit with a one-line message on errors that the user can fix while a server runs.
 
-    A failing engine has already written its errors to the log; by the status of the server a
-    supervisor knows that it is to start another.
+    A failing engine has already logged its errors. The exit status of the
+    server signals a supervisor to start another server.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
             raise SystemExit(status)
     except (KeyError, OSError, TypeError, ValueError, VLLMValidationError) as error:
         if isinstance(error, KeyError) and not str(error.args[0]).startswith("invalid "):
-            raise  # our own mistake; the others are parser names that upstream lacks
+            raise  # a bug of ours; the other KeyErrors are unknown names of upstream's parsers
         logger.debug("the server ended", exc_info=True)
         raise SystemExit(f"error: {one_line(error, args)}") from None
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add `--dllm-algorithm[-config]`, `--sequence-parallel-size`, `--no-page` and `--family`."""
     group = parser.add_argument_group(
-        "Diffusion", "Of diffusion language models: defaults of requests, ranks, the web page."
+        "Diffusion", "Settings of diffusion language models: request defaults, ranks, the web page."
     )
     group.add_argument(
         "--dllm-algorithm",
@@ -113,13 +113,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--sequence-parallel-size",
         metavar="RANKS",
         type=int,
-        help="GPUs that divide the rows of long steps, each with all weights that one would have",
+        help="GPUs that divide the rows of long steps, each with the same weights",
     )
     group.add_argument(
         "--version",
         action="version",
         version=f"mosaic {__version__} on vllm {metadata.version('vllm')}",
-        help="say which versions these are",
+        help="print the versions of Mosaic and vLLM",
     )
     group.add_argument(
         "--no-page", action="store_true", help="serve no web page at / and /status, only the API"
@@ -132,10 +132,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse values that upstream would accept now and fail on later, or never use.
+    """Refuse values that upstream would accept now and later fail on or ignore.
 
     Raises:
-        ServerConfigError: naming the argument, the given and the wanted value.
+        ServerConfigError: naming the argument, the given and the expected value.
     """
     for name in args.middleware or []:
         try:
@@ -163,14 +163,15 @@ def _check_template(given: str) -> None:
         wanted = f"wanted a Jinja template: line {error.lineno}: {error.message}"
         raise ServerConfigError(f"--chat-template: given {given[:80]!r}; {wanted}") from None
     except (OSError, ValueError, VLLMValidationError):
-        return  # a file that cannot be read: upstream's own check, which follows, names it
+        # The file cannot be read. Upstream's own check, which follows, reports it.
+        return
 
 
 def fold_into_additional_config(args: Namespace) -> None:
     """Move these arguments into `args.additional_config`.
 
     Raises:
-        ServerConfigError: for a file that cannot be read, or an unknown or unusable setting.
+        ServerConfigError: a file cannot be read, or a setting is unknown or unusable.
     """
     settings: dict[str, Any] = {}
     if args.dllm_algorithm_config is not None:
@@ -184,7 +185,8 @@ def fold_into_additional_config(args: Namespace) -> None:
     if args.family is not None:
         settings["family"] = args.family
     additional = args.additional_config or {}
-    if not isinstance(additional, dict):  # upstream keeps what is no JSON as it is
+    # Upstream keeps invalid JSON as a string.
+    if not isinstance(additional, dict):
         raise ServerConfigError(f"--additional-config: given {additional!r}; wanted a JSON object")
     settings = server_settings(additional) | settings
     check_settings(settings, family=None)
@@ -193,10 +195,11 @@ def fold_into_additional_config(args: Namespace) -> None:
 
 
 def one_line(error: Exception, args: Namespace) -> str:
-    """Describe an error that prevented the start, in one line."""
+    """Describe an error that prevented the start in one line."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {args.port} of {args.host} is in use; --port takes another"
-    if isinstance(error, ValidationError):  # upstream's settings: report the first fault
+    # For upstream's settings, report the first error.
+    if isinstance(error, ValidationError):
         fault = error.errors()[0]
         message = " ".join(str(fault["msg"]).removeprefix("Value error, ").split())
         if fault["type"] == "value_error" or not fault["loc"]:
@@ -206,7 +209,7 @@ def one_line(error: Exception, args: Namespace) -> str:
     description = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     text = " ".join(description.split()) or type(error).__name__
     is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
-    # transformers wraps some of them in an OSError
+    # transformers wraps some of these errors in an OSError.
     if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):
         return f"model {args.model}: no such folder, and not found on the Hugging Face Hub: {text}"
     return text

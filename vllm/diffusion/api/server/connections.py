@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of one HTTP connection: how long a request may take to arrive, and how large its head is.
+"""Limits of one HTTP connection: the time in which a request must arrive, and the size of its
+head.
 
-uvicorn waits for the rest of a request for ever, and takes headers of any size.
+uvicorn waits without limit for the rest of a request, and accepts headers of any size.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which closes connections whose requests exceed a limit.
 
     Attributes:
-        receive_timeout_s: seconds from the opening of a connection, or from the first byte of a
-            later request, until the whole request has arrived.
-        max_head_bytes: bytes of the request line and all headers.
-        max_headers: number of headers.
+        receive_timeout_s: seconds within which a whole request must arrive, counted from the
+            opening of the connection or the first byte of a later request.
+        max_head_bytes: maximum bytes of the request line and all headers.
+        max_headers: maximum number of headers.
     """
 
     receive_timeout_s = 60.0
@@ -77,7 +78,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _close(self, status: HTTPStatus) -> None:
-        """Answer with a status, unless another answer has begun, and close the connection."""
+        """Send a response with a status, unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -87,7 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def install(args: Namespace) -> None:
-    """Make the servers of this process use `LimitedProtocol`, with the limits of its arguments."""
+    """Make the servers of this process use `LimitedProtocol`, with the limits of `args`."""
     limits: dict[str, Any] = {
         "receive_timeout_s": envs.receive_timeout_s(),
         "max_head_bytes": args.h11_max_incomplete_event_size,

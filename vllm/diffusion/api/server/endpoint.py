@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP routes of the overlay, as an endpoint plugin of upstream's server."""
+"""HTTP routes of Mosaic, as an endpoint plugin of upstream's server."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
-    """Make dependencies of a route that check its body as sent, before it becomes a model."""
+    """Return route dependencies that check a body as the client sent it, before it is parsed."""
 
     async def check(raw_request: Request) -> None:
         body = await raw_request.json() if await raw_request.body() else None
@@ -138,7 +138,8 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
     return [Depends(validate_json_request), Depends(check)]
 
 
-@router.post(  # routers rewrite bodies of /generate by a form that they know; here none does
+# Routers rewrite bodies of /generate to a form of their own; no router rewrites this path.
+@router.post(
     "/v1/generate",
     dependencies=checked_by(),
     response_model=None,
@@ -147,7 +148,8 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
 @router.post(
     "/generate",
     dependencies=checked_by(),
-    response_model=None,  # a cancelled request has no answer to validate
+    # A cancelled request has no answer to validate.
+    response_model=None,
     responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
     openapi_extra=shown("/generate"),
 )
@@ -179,7 +181,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
 @with_cancellation
 @load_aware_call
 async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Response:  # type: ignore[valid-type]
-    """How likely the model finds a continuation of a context."""
+    """Return how likely the model finds a continuation of a context."""
     body: LikelihoodBody = request
     set_priority(body, raw_request.headers)
     handler: LikelihoodHandler | None = raw_request.app.state.diffusion_likelihood
@@ -197,7 +199,7 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
     openapi_extra=shown("/v1/systemone"),
 )
 async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
-    """Upstream's typed decisions, all questions of a call in one forward."""
+    """Answer typed questions, with one forward pass for all questions of a call."""
     return await create_structured_decision(request, raw_request)
 
 
@@ -208,7 +210,7 @@ async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
     responses={200: {"model": GenerativeScoringResponse}, **_ANSWERS},
 )
 async def generative_scoring(request: GenerativeScoringRequest, raw_request: Request) -> Any:
-    """How likely each of several items is to be followed by certain tokens."""
+    """Return how likely each of several items is followed by certain tokens."""
     return await create_generative_scoring(request, raw_request)
 
 
@@ -228,7 +230,7 @@ async def invoke(raw_request: Request) -> Response:
     responses={503: {"description": "draining, paused, unresponsive or dead; `status` says which"}},
 )
 async def ready(raw_request: Request) -> JSONResponse:
-    """Whether a new request would be worked on."""
+    """Return whether the server would process a new request."""
     lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
     if lifecycle is None:
         return JSONResponse({"status": "ready"})
@@ -241,7 +243,7 @@ async def ready(raw_request: Request) -> JSONResponse:
 
 @openai_router.get("/version")
 async def version() -> JSONResponse:
-    """Version of upstream, as its own route reports it, and of this project."""
+    """Return the version of upstream, as its own route does, and of this project."""
     return JSONResponse({"version": VLLM_VERSION, "mosaic": __version__})
 
 
@@ -253,7 +255,7 @@ async def version() -> JSONResponse:
     openapi_extra=shown("/v1/chat/completions"),
 )
 async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
-    """OpenAI's chat completions, with diffusion parameters at top level."""
+    """Serve OpenAI's chat completions, with diffusion parameters at top level."""
     return await create_chat_completion(request, raw_request)
 
 
@@ -265,7 +267,7 @@ async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # typ
     openapi_extra=shown("/v1/completions"),
 )
 async def completions(request: CompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
-    """OpenAI's completions, with diffusion parameters at top level."""
+    """Serve OpenAI's completions, with diffusion parameters at top level."""
     return await create_completion(request, raw_request)
 
 
@@ -276,7 +278,7 @@ async def completions(request: CompletionBody, raw_request: Request) -> Any:  # 
     responses={200: {"model": ChatAnswer}, **_ANSWERS},
 )
 async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
-    """Several conversations, with one answer each."""
+    """Answer several conversations, each with one answer."""
     return await create_batch_chat_completion(request, raw_request)
 
 
@@ -287,7 +289,7 @@ async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # ty
     responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
 )
 async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
-    """OpenAI's responses, with diffusion parameters at top level."""
+    """Serve OpenAI's responses, with diffusion parameters at top level."""
     return await create_responses(request, raw_request)
 
 
@@ -300,7 +302,7 @@ async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # typ
 @with_cancellation
 @load_aware_call
 async def messages(request: MessagesBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
-    """Anthropic's messages, with diffusion parameters at top level."""
+    """Serve Anthropic's messages, with diffusion parameters at top level."""
     handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
     answer = await handler.create_messages(request, raw_request)
     if isinstance(answer, ErrorResponse):
@@ -318,7 +320,7 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
     responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
 )
 async def count_tokens(request: CountTokensBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
-    """How many tokens a conversation has."""
+    """Return the number of tokens of a conversation."""
     handler: DiffusionServingMessages = raw_request.app.state.anthropic_serving_messages
     answer = await handler.count_tokens(request, raw_request)
     if isinstance(answer, ErrorResponse):
@@ -327,7 +329,7 @@ async def count_tokens(request: CountTokensBody, raw_request: Request) -> Respon
 
 
 class DiffusionEndpoint:
-    """Endpoint plugin that upstream's server loads (its `EndpointPlugin` protocol)."""
+    """Endpoint plugin that upstream's server loads, see its `EndpointPlugin` protocol."""
 
     name = "dllm_endpoints"
     required_tasks = ("generate",)
@@ -335,7 +337,8 @@ class DiffusionEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         self._app, self._engine_ready_at = app, time.time()
         app.include_router(router)
-        if is_installed():  # other models keep upstream's routes
+        # For other models, upstream's routes stay unchanged.
+        if is_installed():
             app.include_router(openai_router)
             trainer_routes.attach(app)
             upstream_routes.attach(app)
@@ -351,7 +354,8 @@ class DiffusionEndpoint:
             return
         served = served_model(engine_client.vllm_config)
         warn_about_unused_arguments(args, has_prefixes=served.family.is_block_causal)
-        build_info, *_ = await engine_client.collective_rpc("build_info")  # ranks are alike
+        # All ranks return the same build info.
+        build_info, *_ = await engine_client.collective_rpc("build_info")
         metrics.install(engine_client, build_info)
         state.diffusion_lifecycle = Lifecycle(
             engine_client,
@@ -361,7 +365,8 @@ class DiffusionEndpoint:
         self._limit_requests(engine_client, state.diffusion_lifecycle, args)
         documentation.install(self._app, has_keys=bool(gate.keys_of(args)))
         capacities = await engine_client.collective_rpc("capacity")
-        (_, rates), *_ = capacities  # which are the same on all ranks
+        # The rates are the same on all ranks.
+        (_, rates), *_ = capacities
         validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
         _replace_handlers(state, validator)
         model_names = args.served_model_name or [args.model]
@@ -384,7 +389,9 @@ class DiffusionEndpoint:
             has_page=has_page,
             engine_ready_at=self._engine_ready_at,
         )
-        watchdog.is_served.set()  # the lifecycle watches the engine; nothing here asks it any more
+        # From here on the lifecycle watches the engine; this function sends no further calls to
+        # it.
+        watchdog.is_served.set()
         state.diffusion_generate = GenerateHandler(
             engine_client,
             validator,
@@ -399,20 +406,22 @@ class DiffusionEndpoint:
     def _limit_requests(
         self, engine_client: EngineClient, lifecycle: Lifecycle, args: Namespace
     ) -> None:
-        """Bound what a request may send, and answer what is refused in one line."""
+        """Install the limits of requests and the handlers that answer errors in one line."""
         refusals.install(self._app)
         stop_at_first_fault(self._app)
-        if find_spec("httptools") is not None:  # else uvicorn parses with h11, which has no hooks
+        # Without httptools, uvicorn parses with h11, which has no hooks.
+        if find_spec("httptools") is not None:
             from vllm.diffusion.api.server import connections
 
             connections.install(args)
         reading = Middleware(BodyReading, max_text_length=max_text_length(engine_client))
-        self._app.user_middleware.insert(0, reading)  # the gate builds the stack
+        # The gate builds the stack, so this must come first.
+        self._app.user_middleware.insert(0, reading)
         gate.install(self._app, lifecycle, args)
 
 
 def _replace_handlers(state: Any, validator: Validator) -> None:
-    """Let upstream's handlers of our routes be of our classes."""
+    """Replace upstream's handlers of our routes with our subclasses."""
     state.openai_serving_chat = replace_handler(
         state.openai_serving_chat, DiffusionServingChat, validator
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Middleware of every HTTP request: an id, the key, the limits, the log."""
+"""Middleware around every HTTP request: request id, API key, limits and access log."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ REQUEST_ID = "X-Request-Id"
 _MAX_ID_LENGTH = 128
 _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _JSON = "application/json"
-_CLOSED_BY_CLIENT = 499  # what web servers log where no answer could be sent
-# Probes, metrics, and the files of pages: no key needed, and answered while the server shuts down.
+_CLOSED_BY_CLIENT = 499  # status that web servers log if the client left before an answer
+# Probes, metrics and page files: they need no key, and they are served while the server shuts
+# down.
 _OPEN_PATHS = frozenset(
     {
         *_PAGE_PATHS,
@@ -53,7 +54,7 @@ _OPEN_PATHS = frozenset(
 
 
 class Refusal(NamedTuple):
-    """An answer that needs no route; `reason` is the label under which it is counted."""
+    """An error answer without a route; `reason` is the label under which it is counted."""
 
     status: HTTPStatus
     reason: str
@@ -68,14 +69,15 @@ class Refusal(NamedTuple):
 
 
 class Gate:
-    """ASGI middleware: API key, shutdown, priority and body size, in this order.
+    """ASGI middleware that checks API key, origin, shutdown, priority and body size, in this
+    order.
 
     Args:
-        lifecycle: decides when no requests are taken any more.
-        api_keys: valid keys; none: no key is asked for. Upstream's own check knows its routes
-            by their prefixes only and lets some through that reach the engine.
+        lifecycle: decides when no requests are accepted any more.
+        api_keys: valid keys; if empty, no key is required. Upstream's own check selects routes by
+            prefix and lets some requests without a key reach the engine.
         origins: origins of web pages that may use this server, or `*`.
-        max_body_bytes: most bytes of a body.
+        max_body_bytes: maximum size of a body in bytes.
     """
 
     def __init__(
@@ -106,9 +108,11 @@ class Gate:
             await self._app(scope, self._limited(receive), send)
 
     def _has_key(self, keys: AuthenticationMiddleware, scope: Scope) -> bool:
-        """Whether a valid key comes as OpenAI's clients send it, or as Anthropic's do.
+        """Return whether a request has a valid key, in the header of OpenAI's or of Anthropic's
+        clients.
 
-        Upstream's middleware, further in, knows the first way alone.
+        The header is converted to OpenAI's form, the only one that upstream's inner middleware
+        supports.
         """
         headers = MutableHeaders(scope=scope)
         api_key = headers.get("x-api-key")
@@ -131,7 +135,8 @@ class Gate:
         if leaving is not None and scope["method"] not in ("GET", "HEAD"):
             return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "draining", leaving)
         priority = headers.get(PRIORITY_HEADER, "0")
-        if not _INTEGER.fullmatch(priority):  # which upstream's routes would pass over
+        # Upstream's routes would ignore an invalid value.
+        if not _INTEGER.fullmatch(priority):
             message = f"{PRIORITY_HEADER}: given {priority!r}; wanted an integer"
             return Refusal(HTTPStatus.BAD_REQUEST, "priority", message)
         length = headers.get("content-length", "0")
@@ -140,9 +145,10 @@ class Gate:
         return None
 
     def _is_forged(self, method: str, headers: Headers) -> bool:
-        """Whether a page of another origin sends this, and no browser has asked for permission.
+        """Return whether a page of another origin sends the request without the browser's
+        permission.
 
-        Browsers ask before they send JSON, and never for a form or an empty body.
+        Browsers ask for permission before they send JSON, but never for a form or an empty body.
         """
         if method in ("GET", "HEAD") or headers.get("content-type", "").startswith(_JSON):
             return False
@@ -162,7 +168,7 @@ class Gate:
         return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_size", message)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Wrap `receive` to refuse a body that exceeds the limit without announcing it."""
+        """Wrap `receive` to refuse a body that is too large but has no Content-Length header."""
         num_bytes = 0
 
         async def limited() -> Message:
@@ -179,13 +185,13 @@ class Gate:
 
 
 class AccessLog:
-    """ASGI middleware: every request has an id, every answer carries it, the log names both.
+    """ASGI middleware that gives every request an id, adds it to the answer and logs it.
 
-    A client's own `X-Request-Id` is kept. The line is written when the answer is complete.
+    A client's own `X-Request-Id` is kept. The log line is written when the answer is complete.
 
     Args:
         excluded_paths: paths that are not logged.
-        enabled: whether to log; False gives ids only.
+        enabled: whether to log; if False, only ids are added.
     """
 
     def __init__(self, app: ASGIApp, excluded_paths: frozenset[str], enabled: bool) -> None:
@@ -223,7 +229,7 @@ class AccessLog:
 
 
 def _take_or_give_id(scope: Scope) -> str:
-    """Return the request's id; make one if the client sent none, or one too long to log."""
+    """Return the request's id; generate one if the client sent none, or an unloggable one."""
     headers = MutableHeaders(scope=scope)
     sent = headers.get(REQUEST_ID, "")
     if not sent or len(sent) > _MAX_ID_LENGTH or not sent.isprintable():
@@ -232,17 +238,17 @@ def _take_or_give_id(scope: Scope) -> str:
 
 
 def keys_of(args: Namespace) -> list[str]:
-    """Return the valid API keys, of the command line or else the environment; may be empty."""
+    """Return the API keys from the command line, or else from the environment; may be empty."""
     return [key for key in args.api_key or [upstream_envs.VLLM_API_KEY] if key]
 
 
 def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
-    """Put gate and log around the whole application, including upstream's middleware.
+    """Put gate and access log around the whole application, including upstream's middleware.
 
-    The stack is built already, so `add_middleware` is refused. uvicorn's access log, which knows no
-    ids, is replaced by ours.
+    The stack is built here, because the application refuses `add_middleware` at this point. Our
+    log replaces uvicorn's access log, which has no request ids.
     """
-    inner = app.build_middleware_stack()  # with the exception handlers that there are by now
+    inner = app.build_middleware_stack()  # includes the exception handlers installed so far
     excluded = (args.disable_access_log_for_endpoints or "").split(",")
     app.middleware_stack = AccessLog(
         Gate(inner, lifecycle, keys_of(args), args.allowed_origins, envs.max_request_bytes()),
@@ -253,5 +259,5 @@ def install(app: FastAPI, lifecycle: Lifecycle, args: Namespace) -> None:
 
 
 def _drop(record: logging.LogRecord) -> bool:
-    """Let no record pass; a filter, as uvicorn sets its logger up anew after this."""
+    """Drop every record. This is a filter, because uvicorn configures its logger again later."""
     return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /invocations`, SageMaker's one route: each body goes to the route that it is written for.
+"""`POST /invocations`, SageMaker's only route, which forwards each body to the matching route.
 
-Upstream's route calls the handlers of other routes directly, past the checks of these routes.
+Upstream's route calls the handlers of other routes directly and so skips the checks of the routes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from fastapi import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}  # by a field of theirs
+# by a field that identifies the body
+_ROUTES = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 
 
 class Forwarded(Response):
-    """The answer of another route of the application to a body.
+    """A response that another route of the application makes from a body.
 
     Args:
-        app: routes of the application, without its middleware, which has been passed.
-        path: of the other route.
+        app: routes of the application, without its middleware, which has already run.
+        path: path of the other route.
         body: the body as sent.
     """
 
@@ -40,7 +41,7 @@ class Forwarded(Response):
         async def replay() -> Message:
             nonlocal is_sent
             if is_sent:
-                return await receive()  # which waits until the client leaves
+                return await receive()  # waits until the client disconnects
             is_sent = True
             return {"type": "http.request", "body": self._body, "more_body": False}
 
@@ -49,10 +50,10 @@ class Forwarded(Response):
 
 
 async def forward(raw_request: Request) -> Response:
-    """Hand a body on to the route whose field it has.
+    """Forward a body to the route that its fields identify.
 
     Raises:
-        RequestRefused: it has a field of neither.
+        RequestRefused: it has no field of a known route.
     """
     body = await raw_request.json()
     for field, path in _ROUTES.items():

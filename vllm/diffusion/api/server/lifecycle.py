@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifecycle of the server: whether it takes requests, and how it ends.
+"""Lifecycle of the server: whether it accepts requests, and how it shuts down.
 
-When it ends, running requests finish and new ones are refused. Upstream's server stops the engine
-first and goes on answering HTTP meanwhile; requests that reach a stopping engine fail with
-unhelpful errors. So the engine is stopped only after the last open request has its answer, and new
-requests get 503 from the first moment.
+During a shutdown, running requests finish and new ones are refused. Upstream's server stops the
+engine first and continues to accept HTTP requests, which then fail with unhelpful errors. So here
+the engine is stopped only after the last open request has its answer, and new requests get 503
+from the start.
 
-An engine that ends by itself takes the server along: nothing starts it again from here. Requests
-get 503 at once, and the server ends with a status by which a supervisor starts it anew.
+If an engine process dies, the server exits too, because it cannot restart the engine. Requests get
+503 at once, and the server exits with status 1 so that a supervisor can restart it.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ State = Literal["ready", "paused", "unresponsive", "draining", "dead"]
 
 LEAVING = "the server is shutting down; try again later or elsewhere"
 LOST = "an engine of the server is gone; try again later or elsewhere"
-_ANSWER_S = 1.0  # a probe's patience with an engine that is inside a step
-_FLUSH_S = 2.0  # for the last errors to reach their clients
-_WAKE_S = 0.5  # between polls of an engine that is ending
+_ANSWER_S = 1.0  # seconds that a probe waits for an engine that is inside a step
+_FLUSH_S = 2.0  # seconds for the last errors to reach their clients
+_WAKE_S = 0.5  # seconds between polls of an engine that is shutting down
 _status = 0
 _UPDATING = ("start_weight_update", "update_weights", "finish_weight_update", "reload_weights")
-_END_S = 4.0  # until a server that lost an engine ends, whatever holds it up
+_END_S = 4.0  # deadline in seconds for the shutdown after an engine died
 
 
 def fail() -> None:
-    """Let this process end with a status that is not 0, once its server has ended."""
+    """Exit with a non-zero status after the shutdown."""
     global _status
     _status = 1
 
 
 def take_status() -> int:
-    """Return the status with which this process is to end, and forget it."""
+    """Return the exit status of this process, and reset it to 0."""
     global _status
     status, _status = _status, 0
     return status
 
 
 class Lifecycle:
-    """State of one server process; must be made while its event loop runs.
+    """State of one server process; must be created while its event loop runs.
 
     Args:
-        engine: the engine's client; its `shutdown` drains from now on, and an update of the weights
-            that fails on one replica stops the others, too.
+        engine: the engine's client. Its `shutdown` is replaced by one that drains requests, and its
+            `collective_rpc` by one that stops a weight update on all replicas if it fails on one.
         end: stops the HTTP server.
-        engines: processes of engines on this host, title by process id.
+        engines: engine processes on this host: title by process id.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Lifecycle:
 
     @property
     def refusal(self) -> str | None:
-        """Why new requests are refused, None while they are taken."""
+        """Why new requests are refused; None while they are accepted."""
         if self._is_draining:
             return LEAVING
         return LOST if self._is_lost else None
 
     @contextmanager
     def open_request(self) -> Iterator[None]:
-        """Hold off the engine's stop while the context is open, for at most the drain's time."""
+        """Context of one open request; a shutdown waits for it, up to the drain's timeout."""
         self._num_open += 1
         self._idle.clear()
         try:
@@ -114,7 +114,6 @@ class Lifecycle:
                 self._idle.set()
 
     async def state(self) -> State:
-        """Return the state that `/ready` reports."""
         if self._is_draining:
             return "draining"
         if self._is_lost or self._engine.errored:
@@ -126,13 +125,13 @@ class Lifecycle:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine was asked something that it has not answered yet; else 0."""
+        """Seconds since the pending query was sent to the engine; 0 if none is pending."""
         if self._question is None or self._question.done():
             return 0.0
         return self._loop.time() - self._asked_at
 
     async def _is_paused(self) -> bool:
-        """Ask the engine; while it is inside a long step, return its last answer."""
+        """Return whether the engine is paused; during a long step, return its last answer."""
         if self._question is None or self._question.done():
             self._asked_at = self._loop.time()
             self._question = asyncio.ensure_future(self._ask())
@@ -140,7 +139,9 @@ class Lifecycle:
         return self._was_paused
 
     async def _ask(self) -> None:
-        """Ask for a pause, and for what keeps the workers from steps, as an update that failed."""
+        """Query whether the engine is paused, or whether its workers hold steps after a failed
+        update.
+        """
         try:
             paused = await self._engine.is_paused() or any(await self._call_all("holds_steps"))
         except Exception:
@@ -148,12 +149,15 @@ class Lifecycle:
         self._was_paused = paused
 
     async def _call_workers(self, method: str, *args: Any, **named: Any) -> Any:
-        """Call a method of all workers; of an update that fails on one replica, on all."""
+        """Call a method of all workers.
+
+        If a weight update fails on one replica, make it fail on all.
+        """
         try:
             return await self._call_all(method, *args, **named)
         except Exception as error:
             if method in _UPDATING:
-                with suppress(Exception):  # of an engine that is gone, too
+                with suppress(Exception):  # a replica may be gone, too
                     if any(await self._call_all("has_succeeded")):
                         await self._call_all("fail_with_others", args=(str(error),))
                     elif method == "update_weights":  # no replica has changed a weight
@@ -161,9 +165,10 @@ class Lifecycle:
             raise
 
     def _shut_down(self, timeout: float | None = None) -> None:
-        """Drain and stop; upstream calls it in a thread on a signal, and again at the very end."""
+        """Drain and stop. Upstream calls this in a thread on a signal, and once more at the end."""
         if self._engine.errored and not (self._is_draining or self._is_lost):
-            self._is_lost = True  # on another host, or by an error that it has logged
+            # The engine was on another host, or failed with an error that it has logged.
+            self._is_lost = True
             logger.error("an engine is gone: the server ends with status 1")
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
@@ -185,9 +190,9 @@ class Lifecycle:
             return False
 
     def _watch_engines(self) -> None:
-        """Hear of the end of each engine's process at once; upstream asks every few seconds."""
+        """Watch the engine processes with pidfds; upstream polls only every few seconds."""
         for pid, title in self._engines.items():
-            with suppress(AttributeError, OSError):  # not every system has such descriptors
+            with suppress(AttributeError, OSError):  # not supported by every system
                 end = os.pidfd_open(pid)
                 self._loop.add_reader(end, self._note_end, end, pid, title)
 
@@ -198,11 +203,13 @@ class Lifecycle:
             return
         self._is_lost = True
         self._end_requests_with(EngineDeadError())
-        if multiprocessing.parent_process() is None:  # else upstream's first process says it
+        # Otherwise upstream's first process reports it.
+        if multiprocessing.parent_process() is None:
             logger.error("%s (process %d) is gone: the server ends with status 1", title, pid)
         if upstream_envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
             return
-        for other in self._engines.keys() - {pid}:  # upstream would let them finish their requests
+        # Upstream would let the other engines finish their requests.
+        for other in self._engines.keys() - {pid}:
             with suppress(ProcessLookupError):
                 os.kill(other, signal.SIGKILL)
         self._cut.start()
@@ -213,7 +220,7 @@ class Lifecycle:
         self._end()
 
     def _end_requests_with(self, error: Exception) -> None:
-        """End open requests; of a dead engine they hear what is to be done."""
+        """End open requests with an error. For a dead engine the error advises to try again."""
         if isinstance(error, EngineDeadError):
             error = GracefulHTTPError(LOST, HTTPStatus.SERVICE_UNAVAILABLE)
         self._tell_requests(error)
@@ -227,14 +234,15 @@ class Lifecycle:
             self._tell_requests(GracefulHTTPError(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE))
             await self._engine.abort(list(requests.request_states), internal=True)
             await self._is_idle_within(_FLUSH_S)
-        # Else it would report the end of the engine's process as a failure.
+        # Otherwise it would report the exit of the engine's process as a failure.
         if self._engine.output_handler is not None:
             self._engine.output_handler.cancel()
 
     async def _keep_awake(self) -> None:
-        """Ask the engine something repeatedly until this task is cancelled.
+        """Query the engine repeatedly until this task is cancelled.
 
-        On some machines a signal does not end an engine's wait for requests; a question does.
+        On some machines a signal does not interrupt an engine that waits for requests, but a query
+        does.
         """
         while True:
             with suppress(Exception):

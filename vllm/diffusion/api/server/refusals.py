@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error answers: one line and one shape on all routes, whatever the cause."""
+"""Error answers of all routes: a message of one line in the same form, whatever the cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def install(app: FastAPI) -> None:
-    """Let the routes of `app` answer errors by this module, not by upstream's handlers."""
+    """Install the exception handlers of this module on `app`, in place of upstream's."""
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
@@ -47,7 +47,7 @@ def install(app: FastAPI) -> None:
 
 
 async def _refused(raw_request: Request, error: Exception) -> Response:
-    """Answer a refusal, and count it."""
+    """Answer a refusal, and count it in the metrics."""
     assert isinstance(error, RequestRefused)
     metrics.count_refusal(error.reason)
     return answer(raw_request, create_error_response(error))
@@ -65,7 +65,7 @@ async def _invalid(raw_request: Request, error: Exception) -> Response:
 
 
 async def _invalid_later(raw_request: Request, error: Exception) -> Response:
-    """Answer an error of a model that upstream makes of a body."""
+    """Answer a validation error of a model that upstream makes from a body."""
     assert isinstance(error, ValidationError)
     faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
     return await _refused(raw_request, RequestRefused(refusal_of(faults)))
@@ -85,7 +85,7 @@ async def _refused_by_upstream(raw_request: Request, error: Exception) -> Respon
 
 
 def _reworded(field: str, text: str) -> str:
-    """Rewrite the forms of upstream's messages that repeat the field and the given value."""
+    """Rewrite upstream's messages that repeat the field and the given value."""
     name = re.escape(field)
     text = re.sub(rf"^{name} must be (.*), got .*$", r"wanted \1", text)
     limit = rf"^{name}=\S+ cannot be greater than (\w+)=(\d+)\b.*$"
@@ -99,7 +99,7 @@ async def _late(raw_request: Request, error: Exception) -> Response:
 
 
 async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:
-    """Let upstream's handler answer; on Anthropic's routes in their shape."""
+    """Answer with upstream's handler; on Anthropic's routes convert the answer to their form."""
     response: Response = await handler(raw_request, error)
     if not raw_request.url.path.startswith("/v1/messages"):
         return response
@@ -109,7 +109,7 @@ async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> 
 
 async def _no_such_route(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    # FastAPI only says that there was an error where a body could not be parsed.
+    # FastAPI's message for an unreadable body is generic, so the cause is answered instead.
     cause = error.__cause__
     if isinstance(cause, RequestRefused):
         return await _refused(raw_request, cause)
@@ -132,7 +132,7 @@ async def _no_such_route(raw_request: Request, error: Exception) -> Response:
 def answer(
     raw_request: Request, error: ErrorResponse, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Make an error answer, on Anthropic's routes in the shape and with the types of theirs."""
+    """Return an error answer; on Anthropic's routes it has their form and error types."""
     body = error.model_dump()
     if raw_request.url.path.startswith("/v1/messages"):
         body = of_anthropic(body, error.error.code)
@@ -140,20 +140,21 @@ def answer(
 
 
 def of_anthropic(body: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """Return the body of an error answer as Anthropic's clients read it."""
+    """Convert the body of an error answer to Anthropic's form."""
     return {"type": "error", "error": {**body["error"], "type": error_type(status)}}
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
-    """Make one refusal of the errors that pydantic found in a body.
+    """Combine the errors that Pydantic found in a body into one refusal.
 
     Args:
-        errors: errors as listed by `RequestValidationError.errors()`, at least one. Where a field
-            may have several kinds, each reports what is missing; the deepest ones are used.
+        errors: errors from `RequestValidationError.errors()`, at least one. If a field may have
+            several types, each type reports its errors; the errors with the longest path are used.
     """
     for error in errors:
         cause = error.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidParameterError):  # of our bodies, which name the path
+        # an error of our own bodies, which names the path
+        if isinstance(cause, InvalidParameterError):
             return cause
         if isinstance(cause, VLLMValidationError):
             field, given = cause.parameter or _path(error) or "body", error.get("input")
@@ -174,7 +175,7 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
 
 
 def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Drop errors of kinds that a field's type rules out."""
+    """Drop errors of union members that the `type` field of the value rules out."""
     others = {tuple(e["loc"][:-1]) for e in errors if e["type"] == "literal_error"}
 
     def is_ruled_out(loc: Sequence[Any]) -> bool:
@@ -184,9 +185,9 @@ def _of_the_same_kind(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
 
 
 def _names(error: Mapping[str, Any]) -> list[str]:
-    """Return the path of the field at fault, without pydantic's names of its possible kinds."""
+    """Return the path of the invalid field, without Pydantic's names of union members."""
     cleaned = clean_loc_for_param(tuple(error["loc"])).split(".")
-    # The first one says where it is: in the body, the path or the query.
+    # The first name is the location: body, path or query.
     return [name for name in cleaned[1:] if name.isdecimal() or not name[:1].isupper()]
 
 
@@ -196,7 +197,7 @@ def _path(error: Mapping[str, Any]) -> str:
 
 
 def _wanted(error: Mapping[str, Any]) -> str:
-    """Describe the wanted value, for one kind that a field may have."""
+    """Describe the expected value for one of the types that a field may have."""
     if not _names(error) and error["type"] in ("missing", "model_attributes_type"):
         return "a JSON object"
     if error["type"] == "missing":

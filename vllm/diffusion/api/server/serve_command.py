@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ServeCommand(ServeSubcommand):
-    """Replaces upstream's command, and runs upstream's server."""
+    """Replaces upstream's `serve` command; it runs upstream's server."""
 
     def subparser_init(self, subparsers: Any) -> FlexibleArgumentParser:
         parser = super().subparser_init(subparsers)
@@ -26,7 +26,7 @@ class ServeCommand(ServeSubcommand):
         return parser
 
     def validate(self, args: Namespace) -> None:
-        """Refuse a start without a model, before upstream looks for its own default on the Hub."""
+        """Refuse a start without a model; upstream would look for its own default on the Hub."""
         if args.model_tag is None and args.model == ModelConfig.model:
             raise SystemExit(f"error: {cli.NO_MODEL}; vllm serve models/llada-tiny serves it")
         with cli.errors_in_one_line(args):

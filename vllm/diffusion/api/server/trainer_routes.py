@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what trainers send to upstream's routes.
+"""Checks of requests that trainers send to upstream's routes.
 
-Upstream passes over what it does not know, and a misspelt field does what its absence does: end
-every request, give no label, wake nothing.
+Upstream ignores unknown fields, so a misspelt field would have the effect of a missing one: abort
+every request, set no label, or wake nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _ABORT = "/abort_requests"
-_READ = {_ABORT: {"request_ids"}, "/wake_up": {"tags"}}  # by upstream from the request itself
+# fields that upstream reads from the request itself
+_READ = {_ABORT: {"request_ids"}, "/wake_up": {"tags"}}
 _TAGS = ("kv_cache", "scheduling", "weights")
 
 
 def attach(app: FastAPI) -> None:
-    """Put upstream's routes, where it will have them, before its own, with a check in front."""
+    """Add upstream's routes with a check before its own ones, if upstream serves them."""
     if upstream_envs.VLLM_SERVER_DEV_MODE:
         for router in (online, sleeping):
             app.include_router(router, dependencies=[Depends(_check)])
 
 
 async def _check(raw_request: Request) -> None:
-    """Refuse what is almost a field, any other field of an abort, and what nothing is tagged with.
+    """Refuse misspelt fields, any unknown field of an abort, and unknown tags.
 
     Raises:
         RequestRefused: HTTP 400, naming the field.
@@ -44,7 +45,8 @@ async def _check(raw_request: Request) -> None:
     path, fields = route.path, (*route.dependant.query_params, *route.dependant.body_params)
     known = {field.alias for field in fields} | _READ.get(path, set())
     given: dict[str, Any] = dict(raw_request.query_params)
-    with suppress(ValueError):  # upstream's check of JSON follows
+    # Upstream's own check of the JSON follows.
+    with suppress(ValueError):
         body = await raw_request.json() if await raw_request.body() else None
         given |= body if isinstance(body, dict) else {}
     for name, value in given.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's routes that read conversations, with the reading of ours, and `GET /v1/models/ID`."""
+"""Upstream's routes that read conversations, with our conversion, and `GET /v1/models/ID`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TokenizeChatBody = body_class(
 
 
 def attach(app: FastAPI) -> None:
-    """Add the routes to `app`, the one for rendering only where upstream has it."""
+    """Add the routes to `app`. The route for rendering is added only if upstream has it."""
     app.include_router(router)
     if any(getattr(route, "endpoint", None) is render_chat_completion for route in app.routes):
         app.include_router(rendering)
@@ -47,7 +47,7 @@ def attach(app: FastAPI) -> None:
 
 @router.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, raw_request: Request) -> JSONResponse:
-    """One of the served models, by its name."""
+    """Return one of the served models by its name."""
     served = await raw_request.app.state.openai_serving_models.show_available_models()
     for card in served.data:
         if card.id == model_id:
@@ -61,12 +61,12 @@ async def tokenise(
     request: TokenizeCompletionRequest | TokenizeChatBody,  # type: ignore[valid-type]
     raw_request: Request,
 ) -> Any:
-    """The tokens of a text or of a conversation."""
+    """Return the tokens of a text or of a conversation."""
     return await tokenize(request, raw_request)
 
 
 @rendering.post(_RENDER, dependencies=_JSON, response_model=None)
 async def render_chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
-    """What the engine would get for a chat completion."""
+    """Return what the engine would receive for a chat completion."""
     await raw_request.app.state.openai_serving_chat.prepare(request)
     return await render_chat_completion(request, raw_request)

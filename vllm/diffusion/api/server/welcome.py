@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines of a start: arguments without effect, what is served, and how to ask."""
+"""Log lines at start: arguments without effect, the served model, and a command to try."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _QUESTION = "What is the capital of France?"
 _EVERYWHERE = frozenset({None, "0.0.0.0", "::"})
 WITHOUT_EFFECT = frozenset(
     {
-        # attention backends are chosen by shape
+        # Mosaic chooses attention backends by shape.
         *("attention_backend", "attention_config", "disable_cascade_attn"),
-        # pages are ours
+        # Mosaic has its own pages.
         *("block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "kv_offloading_size"),
-        # steps are cut by the planner
+        # The planner divides steps.
         *("enable_chunked_prefill", "long_prefill_token_threshold", "async_scheduling"),
         *("max_num_scheduled_tokens", "scheduling_policy"),
-        # nothing is compiled; CUDA graphs are ours
+        # Nothing is compiled, and Mosaic has its own CUDA graphs.
         *("compilation_config", "optimization_level", "cudagraph_capture_sizes"),
         *("max_cudagraph_capture_size", "cudagraph_metrics"),
     }
 )
-# Where prefixes cannot be shared, as keys depend on what comes after them.
+# Families without block-causal attention cannot share prefixes, because keys depend on later
+# tokens.
 OF_PREFIXES = frozenset(
     {"enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks_override"}
 )
@@ -67,17 +68,17 @@ def log_welcome(
     has_page: bool,
     engine_ready_at: float,
 ) -> None:
-    """Log five lines, the last one a command that works.
+    """Log five lines; the last one is a command that sends a request.
 
     Args:
         args: arguments of the server.
         family: family of the served model.
         longest: prompt and canvas of the longest request, in tokens.
-        own_length: length in tokens that the checkpoint's config.json gives.
+        limits: maximum number of concurrent requests, and of rows of a shared step.
+        own_length: length in tokens from the checkpoint's config.json.
         has_template: whether there is a chat template.
-        has_page: whether the server has its pages.
-        limits: requests, and rows of a shared step, that may run at once.
-        engine_ready_at: time.time() when the server went on after its engine's start.
+        has_page: whether the server has its web pages.
+        engine_ready_at: time.time() when the engine had started.
     """
     logger.info("started in %s", durations(engine_ready_at))
     url, name = address(args), (args.served_model_name or [args.model])[0]
@@ -88,17 +89,21 @@ def log_welcome(
         f" (its config.json says {own_length})" if is_beyond else "",
     )
     logger.info(
-        "at once: up to %d requests (--max-num-seqs), and %d rows of those with short steps "
-        "(--max-num-batched-tokens), as far as memory reaches",
+        "limits: %d requests at a time (--max-num-seqs), and %d rows in a step that requests share "
+        "(--max-num-batched-tokens), if memory allows",
         *limits,
     )
     if has_page:
-        logger.info("open %s/ to ask and watch, %s/status for what the server does", url, url)
+        logger.info(
+            "open %s/ to send requests and watch the canvas, %s/status for the state of the server",
+            url,
+            url,
+        )
     logger.info("or: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))
 
 
 def durations(engine_ready_at: float) -> str:
-    """Describe how long the parts of a start took."""
+    """Describe how long the parts of the start took."""
     begun, now = psutil.Process().create_time(), time.time()
     engine_at = prestart.engine_started_at()
     parts = [(engine_ready_at - begun, "until the engine was ready")]
@@ -111,7 +116,7 @@ def durations(engine_ready_at: float) -> str:
 
 
 def address(args: Namespace) -> str:
-    """Return the URL under which a client on this machine finds the server."""
+    """Return the URL of the server for a client on this machine."""
     host = "127.0.0.1" if args.host in _EVERYWHERE else args.host
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if args.ssl_certfile else "http"
@@ -119,7 +124,7 @@ def address(args: Namespace) -> str:
 
 
 def curl(url: str, *, has_template: bool, has_key: bool) -> str:
-    """Return a command that asks one question."""
+    """Return a command that sends one request."""
     body: dict[str, Any] = {"prompt": _QUESTION, "gen_length": 32}
     if has_template:
         body["apply_chat_template"] = True

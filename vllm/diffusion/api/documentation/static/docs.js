@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws the routes of /openapi.json, which asks nothing of other hosts.
+// Renders the routes of /openapi.json without requests to other hosts.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const adopt = () => document.documentElement.classList.toggle("dark-mode", dark.matches);
+const applyTheme = () => document.documentElement.classList.toggle("dark-mode", dark.matches);
 
-dark.addEventListener("change", adopt);
-adopt();
+dark.addEventListener("change", applyTheme);
+applyTheme();
 
 SwaggerUIBundle({
   url: "openapi.json",
@@ -13,5 +13,5 @@ SwaggerUIBundle({
   deepLinking: true,
   docExpansion: "list",
   defaultModelsExpandDepth: 0,
-  validatorUrl: null, // else a badge of another host's
+  validatorUrl: null, // would load a badge from another host
 });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws a trace on a <canvas> as large as what can be seen of it; only visible rows are drawn.
+// Draws a trace on a <canvas> with the size of the visible part; only visible rows are drawn.
 
 import { COMMITTED, EDITED, MASKED, PROPOSED, UNUSED } from "./trace.js";
 
@@ -7,16 +7,17 @@ const SIZES = {
   text: { width: 56, height: 26, gap: 2, between: 12 },
   map: { width: 11, height: 11, gap: 2, between: 6 },
 };
-const LARGE = 1536; // tokens from which a canvas starts as a map
+const LARGE = 1536; // tokens; longer canvases are first shown as a map
 const PADDING = 20;
 
-// Columns, and where each position stands. A row holds whole blocks, or a block whole rows, if it can.
+// Compute the columns and the place of each position. If possible, a row contains whole blocks, or a
+// block whole rows.
 export function layout(length, blockLength, width, isMap) {
   const size = SIZES[isMap ? "map" : "text"];
   const room = Math.max(1, Math.floor((width - 2 * PADDING) / size.width));
   const block = Math.min(blockLength || length, length);
   const columns = columnsFor(block, Math.min(room, length));
-  const inRow = block <= columns ? columns / block : 0; // blocks side by side
+  const inRow = block <= columns ? columns / block : 0; // number of blocks per row
   const tidy = inRow > 0 || block % columns === 0;
   const free = width - 2 * PADDING - Math.max(0, inRow - 1) * size.between;
   const stretch = isMap ? 1 : Math.min(1.9, free / (columns * size.width));
@@ -41,14 +42,14 @@ function columnsFor(block, room) {
 }
 
 export class BoardView {
-  // scroller: the element that scrolls; it holds a canvas over a spacer.
+  // scroller: the scrolling element, which contains a canvas and a spacer.
   constructor(scroller, onCursor) {
     this.scroller = scroller;
     this.canvas = scroller.querySelector("canvas");
     this.spacer = scroller.querySelector(".spacer");
     this.trace = null;
     this.cursor = -1;
-    this.isMap = null; // null: by length
+    this.isMap = null; // null: depends on the length
     this.onCursor = onCursor;
     scroller.addEventListener("scroll", () => this.redraw());
     new ResizeObserver(() => this.arrange()).observe(scroller);
@@ -75,7 +76,7 @@ export class BoardView {
     if (!this.trace) return;
     const { clientWidth } = this.scroller;
     this.layout = layout(this.trace.length, this.blockLength, clientWidth, this.showsMap);
-    this.canvas.style.height = "0"; // a scroller without a height of its own takes the layout's
+    this.canvas.style.height = "0"; // A scroller without its own height gets that of the layout.
     this.spacer.style.height = `${this.layout.height}px`;
     const { clientHeight } = this.scroller;
     this.spacer.style.height = `${Math.max(0, this.layout.height - clientHeight)}px`;
@@ -87,7 +88,7 @@ export class BoardView {
     this.redraw();
   }
 
-  // At most once a frame of the screen, however many steps arrive meanwhile.
+  // Redraw at most once per screen frame, even if several steps arrive in that time.
   redraw() {
     if (this.pending || !this.trace) return;
     this.pending = requestAnimationFrame(() => {
@@ -111,7 +112,7 @@ export class BoardView {
     if (this.cursor >= 0) this.ring(context, ink);
   }
 
-  // Positions whose rows can be seen.
+  // The range of positions in visible rows.
   visible(top, bottom) {
     const { columns, place, cell } = this.layout;
     const rows = Math.ceil(this.trace.length / columns);
@@ -194,7 +195,7 @@ export class BoardView {
     this.point(i);
   }
 
-  // Keeps what was committed last in sight.
+  // Scroll to the tokens that were committed last.
   follow() {
     const { frame } = this.trace;
     if (!frame || !frame.fresh.size) return;
@@ -206,7 +207,7 @@ export class BoardView {
   }
 }
 
-// How a position looks: its tile's colour and shade, and the colour of its text.
+// The look of a position: colour and opacity of its tile, and colour of its text.
 export function lookOf(trace, i, ink) {
   const state = trace.view.state[i], confidence = trace.view.confidence[i];
   if (trace.isFresh(i)) return { state, fill: ink.accent, alpha: 1, text: ink.onAccent };
@@ -221,7 +222,7 @@ export function lookOf(trace, i, ink) {
   return { state, fill: ink.ink, alpha: state === UNUSED ? 0 : 0.045, text: ink.faint };
 }
 
-// The page's colours as they are now, from its style sheet.
+// The current colours of the page, from its style sheet.
 export function inks(element) {
   const style = getComputedStyle(element);
   const of = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -254,13 +255,13 @@ function notch(context, x, y, w, size, colour) {
   context.fill();
 }
 
-// Text cut to a width in pixels; the font is monospaced.
+// Draw text, cut to a width in pixels; the font is monospaced.
 function fitted(context, text, x, y, width) {
   const most = Math.max(1, Math.floor(width / 7.3));
   context.fillText(text.length > most ? `${text.slice(0, most - 1)}…` : text, x, y);
 }
 
-// The lowest number below `count` of which `holds` is true, else `count`; false ones come first.
+// The lowest number below `count` for which the monotonic `holds` is true, or `count` if none is.
 function lowest(count, holds) {
   let low = 0, high = count;
   while (low < high) {

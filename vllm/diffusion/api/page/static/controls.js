@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The controls of one request, made from the server's own table of algorithms and parameters.
-// What a number's control holds is checked here, before it is sent.
+// The controls of one request, built from the server's table of algorithms and parameters.
+// Numbers are checked here before they are sent.
 
 import { KINDS, languageOf, writtenOf } from "./guided.js";
 
 const LABELS = {
   gen_length: "length", block_length: "block", cfg_scale: "guidance",
-  num_speculative_states: "guessed states",
+  num_speculative_states: "drafts per step",
 };
 const labelOf = (name) => LABELS[name] ?? name.replaceAll("_", " ");
 
-// An error of the server, which begins with a field's name, with the name that stands on the page.
+// Replace the field name at the start of a server's error by the label on the page.
 export function onPage(message) {
   return message.replace(/^(\w+)(?=: )/, (name) => (LABELS[name] ? `${LABELS[name]} (${name})` : name));
 }
 
-// What is wrong with a control's value, in the words of the server; "" for nothing.
+// The error of a control's value in the form of the server's messages, or "" if it is valid.
 export function faultOf(field, text, isUnreadable = false) {
   const numbers = field.type === "list" ? text.split(/[ ,]+/).filter(Boolean).map(Number) : [Number(text)];
   const isNumber = field.type === "integer" || field.type === "number" || field.type === "list";
@@ -28,15 +28,16 @@ export function faultOf(field, text, isUnreadable = false) {
 }
 
 export class Controls {
-  // box: the element that holds them. options: the server's. changed: called on every change.
+  // box: the parent element. options: those of the server. changed: called on every change.
   constructor(box, options, changed) {
     this.box = box;
     this.options = options;
     this.changed = changed;
-    this.given = {}; // by name; kept while another algorithm is chosen that does not use it
-    this.faults = {}; // by name: what is wrong with the controls that are shown
+    // Values by name. They are kept while an algorithm is selected that does not use them.
+    this.given = {};
+    this.faults = {}; // errors of the visible controls, by name
     this.algorithm = options.algorithm;
-    this.kind = ""; // of what an answer must match; "" for anything
+    this.kind = ""; // kind of format that the answer must match; "" if it is free
     this.text = "";
     this.draw();
   }
@@ -45,13 +46,13 @@ export class Controls {
     return this.options.algorithms[this.algorithm].fields;
   }
 
-  // What is wrong with the settings; "" for nothing.
+  // The error of the settings, or "" if they are valid.
   get problem() {
     const [fault] = Object.entries(this.faults);
     return fault ? onPage(`${fault[0]}: ${fault[1]}`) : this.languageProblem;
   }
 
-  // What is wrong with what an answer shall match; "" for nothing.
+  // The error of the format that the answer must match, or "" if it is valid.
   get languageProblem() {
     try {
       if (this.kind) languageOf(this.kind, this.text);
@@ -61,7 +62,7 @@ export class Controls {
     return "";
   }
 
-  // What the request says: the algorithm, and every value that is set.
+  // The settings of the request: the algorithm, and every value that is set or has a default.
   settings() {
     const found = { algorithm: this.algorithm };
     for (const field of this.fields) {
@@ -72,7 +73,7 @@ export class Controls {
     return found;
   }
 
-  // The same without defaults, for `set`.
+  // The settings without defaults, in the form that `set` accepts.
   chosen() {
     const language = this.settings().structured_outputs;
     return { algorithm: this.algorithm, ...this.given, ...(language && { structured_outputs: language }) };
@@ -85,7 +86,7 @@ export class Controls {
     this.draw();
   }
 
-  // Back to what the server begins with.
+  // Restore the server's defaults.
   reset() {
     this.set({ algorithm: this.options.algorithm });
   }
@@ -104,7 +105,7 @@ export class Controls {
     );
   }
 
-  // What an answer must match.
+  // The control for the kind of format that the answer must match.
   kindControl() {
     const select = document.createElement("select");
     select.name = "answer";
@@ -118,7 +119,7 @@ export class Controls {
       this.box.querySelector("[name=answer]").focus();
       this.changed();
     });
-    return labelled("answer", "What the answer must match, whatever the model would rather say.", select);
+    return labelled("answer", "Require that the answer matches a format.", select);
   }
 
   textControl() {
@@ -149,7 +150,7 @@ export class Controls {
     return label;
   }
 
-  // Note what is wrong with a value, and say so under its control.
+  // Check a value, store its error and show the error under its control.
   judge(field, input, label) {
     const fault = faultOf(field, input.value, input.validity.badInput);
     if (fault) this.faults[field.name] = fault;
@@ -174,7 +175,7 @@ export class Controls {
   }
 }
 
-// An explanation; what stands between backticks is code.
+// A paragraph of explanation; text between backticks becomes code.
 function about(text) {
   const found = Object.assign(document.createElement("p"), { className: "about" });
   text.split("`").forEach((part, k) => {

@@ -1,29 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conversation: its turns, what a model is sent of them, and what a reload of the page brings back.
+// The conversation: its turns, the messages sent to the model, and the state kept for a reload.
 
 const KEY = "mosaic-conversation";
-const MAX_KEPT = 400_000; // characters; browsers keep some millions a site
+const MAX_KEPT = 400_000; // characters; browsers store a few million per site
 
-// Whether later requests hold an answer, and its question.
+// Whether later requests include an answer and its question.
 export const isSaid = (answer) => Boolean(answer?.isWhole && answer.text.trim());
 
 export class Conversation {
-  // turns: {question, answers}, the latter by a canvas' name {text, isWhole, isExact, isBad, note,
-  // verdict}.
+  // turns: list of {question, answers}. answers: by canvas name {text, isWhole, isExact, isBad,
+  // note, verdict}.
   constructor({ system = "", turns = [] } = {}) {
     this.system = system;
     this.turns = turns;
   }
 
-  // Begin turn `k`, in place of what there was from it on.
+  // Begin turn `k`, which replaces turn `k` and all later turns.
   begin(k, question) {
     this.turns.length = k;
     this.turns.push({ question, answers: {} });
     return this.turns[k];
   }
 
-  // Messages that ask turn `k`, as the canvas `name` has heard the turns before it. A canvas that was
-  // not there heard what the first one did; turns without an answer were never said.
+  // Messages that ask turn `k` on the canvas `name`, with the answers of that canvas to earlier turns.
+  // If the canvas did not exist yet, the first canvas's answer is used. Turns without an answer are
+  // left out.
   messages(k, name) {
     const found = this.system.trim() ? [{ role: "system", content: this.system.trim() }] : [];
     for (const { question, answers } of this.turns.slice(0, k)) {
@@ -35,7 +36,7 @@ export class Conversation {
   }
 }
 
-// Keep a state for this tab: a value of which `turns` is a list. The oldest turns go where it is long.
+// Store a state with a list `turns` for this tab. If it is too long, the oldest turns are dropped.
 export function keep(storage, state) {
   const kept = { ...state, turns: [...state.turns] };
   try {
@@ -46,7 +47,7 @@ export function keep(storage, state) {
     }
     storage.setItem(KEY, text);
   } catch {
-    // A browser that keeps nothing: the conversation lives as long as the page.
+    // The browser refuses to store data: the conversation is lost when the page is closed.
   }
 }
 

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an answer must match: how that is written, asked for, and checked again here.
+// Formats that an answer must match: conversion to the request's field, and a check in the browser.
 
 const CITY = `{"type": "object",
  "properties": {"city": {"enum": ["Paris", "London", "Rome"]},
                 "is_capital": {"type": "boolean"}},
  "required": ["city", "is_capital"]}`;
 
-// By the name of the request's field; `example` is what its box begins with.
+// By the name of the request's field; `example` is the initial text of the input box.
 export const KINDS = {
-  choice: { name: "one of", hint: "One choice a line", example: "Paris\nLondon\nBerlin" },
+  choice: { name: "one of", hint: "One choice per line", example: "Paris\nLondon\nBerlin" },
   regex: { name: "regex", hint: "A regular expression", example: "The [a-z]+ is [A-Z][a-z]+\\." },
   json: { name: "JSON schema", hint: "A JSON schema", example: CITY },
   json_object: { name: "JSON object" },
 };
 
-// `structured_outputs` of what was written; throws what is wrong with it.
+// Convert the text of the input box to `structured_outputs`; throws if the text is invalid.
 export function languageOf(kind, text) {
   if (kind === "json_object") return { json_object: true };
   if (!text.trim()) throw new Error(`${KINDS[kind].name}: wanted ${KINDS[kind].hint.toLowerCase()}`);
@@ -27,14 +27,14 @@ export function languageOf(kind, text) {
   }
 }
 
-// Kind and text of `structured_outputs`, as they are written.
+// Convert `structured_outputs` back to its kind and the text of the input box.
 export function writtenOf(language) {
   const [kind, value] = Object.entries(language)[0];
   if (kind === "choice") return [kind, value.join("\n")];
   return [kind, kind === "json" ? JSON.stringify(value, null, 1) : String(value)];
 }
 
-// Whether an answer matches; null where a browser cannot say.
+// Whether an answer matches, or null if the browser cannot decide.
 export function matches(language, text) {
   const [[kind, value]] = Object.entries(language);
   if (kind === "choice") return value.includes(text);
@@ -51,7 +51,7 @@ export function matches(language, text) {
   }
 }
 
-// Python's way to name a group is not a browser's.
+// Python and JavaScript have different syntax for named groups.
 const expression = (regex) => new RegExp(`^(?:${regex.replaceAll("(?P<", "(?<")})$`);
 
 const typeOf = (value) => (value === null ? "null" : Array.isArray(value) ? "array" : typeof value);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// JSON of the server's; asks for a key as long as the server wants one.
+// Fetches JSON from the server, and asks the user for an API key if the server requires one.
 
 import { apiKey, headers, reach, reasonOf, rememberKey } from "./request.js";
 
@@ -16,7 +16,7 @@ const FORM = `<form method="dialog">
   <h2 id="key-title"></h2>
   <label for="key-input">Key</label>
   <input id="key-input" type="password" autocomplete="off" required>
-  <p>It stays in this tab and is sent with every request.</p>
+  <p>The key is stored only in this browser tab and is sent with every request.</p>
   <button class="main">Continue</button>
 </form>`;
 
@@ -25,7 +25,7 @@ function askForKey() {
   dialog.setAttribute("aria-labelledby", "key-title");
   dialog.innerHTML = FORM;
   dialog.querySelector("h2").textContent =
-    apiKey() ? "The server does not know this key" : "This server wants an API key";
+    apiKey() ? "The server does not accept this API key" : "This server requires an API key";
   document.body.append(dialog);
   dialog.showModal();
   return new Promise((resolve) => {

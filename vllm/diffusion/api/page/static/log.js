@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conversation as it is read: one article a turn, with what can be done with it.
+// The conversation as shown to the user: one article per turn, with its buttons.
 
 import { isSaid } from "./conversation.js";
 import { elementsOf } from "./markdown.js";
@@ -16,7 +16,7 @@ export class Log {
     this.turns = [];
   }
 
-  // Show `turns`, the first `same` of which stand here already. names: of the canvases that answer.
+  // Show `turns`; the first `same` are shown already. names: names of the canvases that answer.
   show(turns, same, names) {
     for (const old of this.turns.splice(same)) old.remove();
     turns.slice(same).forEach((turn, k) => {
@@ -48,13 +48,13 @@ export class Log {
     return turn;
   }
 
-  // Show an answer of turn `k`, whole or as far as it is.
+  // Show the complete or partial answer of a canvas to turn `k`.
   fill(k, name, found) {
     const answer = this.turns[k]?.querySelector(`.answer[data-name="${name}"]`);
     if (answer) fill(answer, found);
   }
 
-  // The answers as the model wrote them.
+  // Copy the answers as the model wrote them, without formatting.
   async copy(turn, act) {
     const answers = [...turn.querySelectorAll(".answer")];
     await copy(answers.map((answer) => answer.source ?? "").join("\n\n"));
@@ -71,7 +71,7 @@ function button(text, label, act) {
   return found;
 }
 
-// An answer that had to match something is shown as it is; any other may be Markdown.
+// An answer that must match a format is shown unchanged; other answers are rendered as Markdown.
 function fill(answer, found) {
   const { text = "", isOver = true, isExact = false, isBad = false, note = "", verdict = null } = found;
   const [body, noted, judged] = answer.children;

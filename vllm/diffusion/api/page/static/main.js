@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: a conversation, and one canvas or two beside it.
+// The page: a conversation, and one or two canvases next to it.
 
 import { Conversation, keep, kept } from "./conversation.js";
 import { jsonOf } from "./key.js";
@@ -15,7 +15,7 @@ class Page {
   constructor(offered) {
     this.options = offered;
     this.conversation = new Conversation();
-    this.edited = null; // number of the turn whose question is in the box
+    this.edited = null; // number of the turn whose question is being edited
     this.panes = [this.newPane("A")];
     this.log = new Log(find("log"), { edit: (k) => this.edit(k), again: (k) => this.again(k) });
     find("model").textContent = offered.model;
@@ -23,7 +23,7 @@ class Page {
     this.listen();
     this.restore();
     for (const button of document.querySelectorAll("#send, .example")) button.disabled = false;
-    if (matchMedia("(min-width: 56rem)").matches) find("question").focus(); // a phone opens its keyboard
+    if (matchMedia("(min-width: 56rem)").matches) find("question").focus(); // opens a keyboard on phones
   }
 
   listen() {
@@ -94,13 +94,13 @@ class Page {
     });
   }
 
-  // Take a system prompt, which every later request begins with.
+  // Set the system prompt of all later requests.
   instruct(text) {
     this.conversation.system = text;
     find("system-box").dataset.set = Boolean(text.trim());
   }
 
-  // Ask turn k, in place of what there was from it on.
+  // Ask turn k, which replaces turn k and all later turns.
   async ask(k, question) {
     if (this.isRunning) return;
     const turn = this.conversation.begin(k, question);
@@ -121,7 +121,7 @@ class Page {
     }
   }
 
-  // Do what replaces turn k, once the loss of those behind it is agreed to.
+  // Run `act`, which replaces turn k. If later turns would be removed, ask for confirmation first.
   replacing(k, act) {
     const count = this.conversation.turns.length - k - 1;
     if (count < 1) return act();
@@ -133,7 +133,7 @@ class Page {
     dialog.showModal();
   }
 
-  // Show the conversation, of which the first `same` turns stand in the log already.
+  // Show the conversation; the first `same` turns are in the log already.
   show(same) {
     const { turns } = this.conversation;
     find("welcome").hidden = turns.length > 0;
@@ -146,7 +146,7 @@ class Page {
     find("send").textContent = isOn ? "Stop" : "Send";
     find("ask").dataset.state = isOn ? "running" : "";
     find("log").setAttribute("aria-busy", isOn);
-    if (isOn) announce("Asked.");
+    if (isOn) announce("Request sent.");
   }
 
   again(k) {
@@ -214,12 +214,12 @@ class Page {
     history.replaceState(null, "", link);
     this.link = location.hash;
     await copy(link).catch(() => {});
-    announce("Link copied; it is in the address, too.");
+    announce("Link copied. It is also in the address bar.");
     find("link").textContent = "Copied";
     setTimeout(() => (find("link").textContent = "Copy link"), 1600);
   }
 
-  // A link is taken once: what was said since then is in what the tab keeps.
+  // A link is used only once. Later turns are part of the state that the tab keeps.
   restore() {
     const own = kept(sessionStorage), linked = stateIn(location.href);
     const isNew = linked !== null && own?.link !== location.hash;
@@ -238,7 +238,8 @@ class Page {
   take(found, isNew) {
     const { system = "", turns = [], plain = false, question = "", panes = [] } = found;
     const open = turns.at(-1);
-    if (open && !Object.keys(open.answers).length) turns.pop(); // the page was left before its answer
+    // The page may have been closed before the answer was complete.
+    if (open && !Object.keys(open.answers).length) turns.pop();
     this.begin(new Conversation({ system: String(system), turns }), plain);
     find("question").value = question || (open === turns.at(-1) ? "" : open.question);
     this.compare(panes.length > 1);
@@ -250,7 +251,7 @@ class Page {
   }
 }
 
-// The server's options, however long it takes until it answers.
+// Fetch the server's options; retry until the server answers.
 async function offered() {
   const hello = find("hello").textContent;
   for (;;) {

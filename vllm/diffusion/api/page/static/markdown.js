@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Markdown of an answer as elements. HTML in it is shown as it was written, and never becomes any.
+// Converts Markdown to elements. HTML in it is shown as text and never becomes elements.
 
 import { Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js";
@@ -12,12 +12,12 @@ const marked = new Marked({
   breaks: true,
   renderer: {
     html: ({ text }) => written(text),
-    image: ({ raw }) => written(raw), // a page that loads nothing from elsewhere shows none
+    image: ({ raw }) => written(raw), // The page loads nothing from other hosts.
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   },
 });
 
-// What Markdown can become, and nothing else.
+// Elements and attributes that Markdown can produce; all others are removed.
 const POLICY = {
   ALLOWED_TAGS: [
     ...["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "ul", "ol", "li"],
@@ -36,6 +36,6 @@ export function elementsOf(text) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";
   }
-  for (const box of found.querySelectorAll("pre, table")) box.tabIndex = 0; // wide ones scroll
+  for (const box of found.querySelectorAll("pre, table")) box.tabIndex = 0; // wide ones scroll, also by keyboard
   return found;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prometheus' text format, as far as the status page needs it.
+// Parser of the parts of Prometheus' text format that the status page uses.
 
-// [{name, labels, value}] of the samples of `/metrics`.
+// Parse the samples of `/metrics`: [{name, labels, value}].
 export function samplesOf(text) {
   const found = [];
   for (const line of text.split("\n")) {
@@ -19,7 +19,7 @@ export function samplesOf(text) {
 export const sumOf = (samples, name) =>
   samples.filter((s) => s.name === name).reduce((sum, s) => sum + s.value, 0);
 
-// Observations of a histogram in each of its buckets: [[upper bound, count]], engines together.
+// Number of observations per bucket of a histogram, summed over engines: [[upper bound, count]].
 export function bucketsOf(samples, name) {
   const totals = new Map();
   for (const { name: own, labels, value } of samples) {

@@ -8,12 +8,12 @@ import { apiKey, ask, bodyOf, copy, curlOf } from "./request.js";
 import { svgOf } from "./svg.js";
 import { EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
 
-const STEP_MS = 350; // between two steps of a replay, at most
-const REPLAY_MS = 4500; // a replay takes so long, at most
-const SHORT_MS = 1000; // a run that is over sooner is replayed, so that it can be seen
+const STEP_MS = 350; // maximum time between two steps of a replay
+const REPLAY_MS = 4500; // maximum time of a replay
+const SHORT_MS = 1000; // shorter runs are replayed, because they are too fast to watch
 
 export class Pane {
-  // root: a copy of the page's template.
+  // root: a copy of the template in the page.
   constructor(root, name, options, announce) {
     this.root = root;
     this.name = name;
@@ -30,7 +30,7 @@ export class Pane {
     this.enable();
   }
 
-  // Let the buttons be used for which there is something.
+  // Enable the buttons that can be used now.
   enable() {
     const hasFrames = Boolean(this.trace?.frames.length);
     for (const name of ["play", "svg", "density", "slider"]) this.part(name).disabled = !hasFrames;
@@ -53,8 +53,8 @@ export class Pane {
       [algorithm, `${gen_length} tokens`, steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
-  // Ask, and draw every step. Returns the answer, as conversations and logs have it; `show` is called
-  // with what there is of it.
+  // Send a request and draw every step. Returns the answer in the form of conversations and logs;
+  // `show` is called with each partial answer.
   async run(messages, isPlain, show) {
     let text = "", note = "", isBad = false, isExact = false;
     this.report = null;
@@ -77,7 +77,7 @@ export class Pane {
     } finally {
       if (this.isRunning) this.finish();
     }
-    if (note === "Stopped.") note = "Stopped. The model is not told of this turn.";
+    if (note === "Stopped.") note = "Stopped. This turn is not sent to the model with later questions.";
     const isWhole = this.report !== null;
     if (isWhole && !text.trim()) note = this.emptiness();
     return { text, isWhole, isExact, isBad, note, verdict: isWhole ? this.verdict(text) : null };
@@ -115,7 +115,7 @@ export class Pane {
     this.drawTimelineSoon();
   }
 
-  // At most once a frame of the screen.
+  // Draw the timeline at most once per screen frame.
   drawTimelineSoon() {
     this.pending ??= requestAnimationFrame(() => {
       this.pending = null;
@@ -141,14 +141,14 @@ export class Pane {
     if (isShort && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
   }
 
-  // Why an answer has no text.
+  // The reason why an answer has no text.
   emptiness() {
     const { numEnds, numOthers } = this.trace.counted();
     const count = numEnds || numOthers, kind = numEnds ? "end token" : "token without text";
     return `empty answer: ${count} ${count === 1 ? kind : kind.replace("token", "tokens")}`;
   }
 
-  // What a browser finds of an answer that was asked to match something: [matches, in words].
+  // Whether an answer matches the requested format: [is match, description], or null if unknown.
   verdict(text) {
     const language = this.used.structured_outputs;
     const isMatch = language ? matches(language, text) : null;
@@ -165,7 +165,7 @@ export class Pane {
     return this.root.dataset.state === "running";
   }
 
-  // Back to an empty canvas and the server's settings.
+  // Restore the empty canvas and the server's settings.
   reset() {
     this.pause();
     this.controls.reset();
@@ -204,7 +204,7 @@ export class Pane {
     const left = this.isRunning && newest?.committed
       ? (seconds / newest.committed) * (trace.length - newest.committed) : null;
     this.put("left", left === null ? peakOf(report) : `${left.toFixed(1)} s`);
-    this.part("left-name").textContent = left === null ? "memory" : "left";
+    this.part("left-name").textContent = left === null ? "memory" : "time left";
     const slider = this.part("slider");
     slider.max = trace.frames.length;
     slider.value = trace.at + 1;
@@ -257,7 +257,7 @@ export class Pane {
     button.setAttribute("aria-pressed", Boolean(player));
   }
 
-  // Bars over the slider: tokens that each step committed.
+  // Draw bars above the slider: the number of tokens that each step committed.
   drawTimeline() {
     const canvas = this.part("timeline"), ink = inks(canvas), ratio = devicePixelRatio || 1;
     const width = canvas.clientWidth, height = canvas.clientHeight;
@@ -277,22 +277,22 @@ export class Pane {
   // ---- one position --------------------------------------------------------------------------
 
   read(i) {
-    this.part("readout").textContent = i < 0 ? "" : this.told(i);
+    this.part("readout").textContent = i < 0 ? "" : this.describePosition(i);
   }
 
-  told(i) {
+  describePosition(i) {
     const { trace } = this, state = trace.view.state[i], block = blockLengthOf(this.used);
     const where = `position ${i + 1}${block ? `, block ${Math.floor(i / block) + 1}` : ""}`;
     if (state === MASKED) return `${where}: masked`;
-    if (state === UNUSED) return `${where}: not needed, the answer ended before it`;
+    if (state === UNUSED) return `${where}: not needed, because the answer ended before it`;
     const what = state === PROPOSED ? "proposed" : trace.isFresh(i) ? "just committed"
       : state === EDITED ? "edited" : "committed";
-    const how = trace.view.guessed[i] ? " by a guess that came true" : "";
+    const how = trace.view.guessed[i] ? " by an accepted draft" : "";
     const p = trace.view.confidence[i];
     return `${where}: ${JSON.stringify(trace.textAt(i))} ${what}${how}, confidence ${p.toFixed(3)}`;
   }
 
-  // ---- what can be taken away ----------------------------------------------------------------
+  // ---- export and density --------------------------------------------------------------------
 
   changeDensity() {
     this.board.isMap = !this.board.showsMap;
@@ -320,7 +320,7 @@ export class Pane {
   }
 }
 
-// Blocks that are as long as asked for; adablock's end where the model says.
+// The block length of the request, or 0 for adablock, where the model decides where blocks end.
 function blockLengthOf(settings) {
   return settings.algorithm === "adablock" ? 0 : settings.block_length ?? 0;
 }

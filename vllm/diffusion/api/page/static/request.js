@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request: its body, how it is sent and heard, and the link and the command that repeat it.
+// A request: its body, sending it and reading events, and the link and command that repeat it.
 
 const KEY = "mosaic-api-key";
 
@@ -12,7 +12,7 @@ export function headers() {
   return found;
 }
 
-// As fetch, but where the network fails the error says who does not answer.
+// Like fetch, but the error of a network failure names the server.
 export async function reach(path, options) {
   return fetch(path, options).catch(unreachable);
 }
@@ -22,14 +22,14 @@ function unreachable(error) {
   throw new Error(`The server does not answer at ${new URL(".", location.href).href}`);
 }
 
-// The body of POST /generate. Settings are sent whole, so that a server's defaults change nothing.
+// The body of POST /generate. All settings are sent, so that the server's defaults have no effect.
 export function bodyOf(messages, settings, isPlain) {
   const asked = isPlain ? { prompt: messages.at(-1).content } : { messages };
   return { ...asked, ...settings };
 }
 
-// Sends a request and hands every event to `hear`; returns when the answer is complete.
-export async function ask(body, hear, signal) {
+// Send a request and call `onEvent` with every event; returns when the answer is complete.
+export async function ask(body, onEvent, signal) {
   const response = await reach("generate", {
     method: "POST",
     headers: headers(),
@@ -44,18 +44,18 @@ export async function ask(body, hear, signal) {
     if (done) return;
     rest = eachEvent(rest + value, (event) => {
       if (event.error) throw new Error(event.error.message);
-      hear(event);
+      onEvent(event);
     });
   }
 }
 
-// Calls `hear` with the data of every whole event in `text`; returns what is left.
-export function eachEvent(text, hear) {
+// Call `onEvent` with the data of every complete event in `text`; returns the remaining text.
+export function eachEvent(text, onEvent) {
   const parts = text.split("\n\n");
   const rest = parts.pop();
   for (const part of parts) {
     const data = part.replace(/^data: /, "");
-    if (data && data !== "[DONE]") hear(JSON.parse(data));
+    if (data && data !== "[DONE]") onEvent(JSON.parse(data));
   }
   return rest;
 }
@@ -69,7 +69,7 @@ export async function reasonOf(response) {
   }
 }
 
-// A link to this page that holds all of a request; the part behind # is not sent to a server.
+// A link to this page that contains a whole request after #, which is not sent to the server.
 export function linkOf(address, state) {
   const bytes = new TextEncoder().encode(JSON.stringify(state));
   const coded = btoa(Array.from(bytes, (b) => String.fromCharCode(b)).join(""));
@@ -77,7 +77,7 @@ export function linkOf(address, state) {
   return `${address.split("#")[0]}#ask=${safe}`;
 }
 
-// The state of `linkOf`, or null where the address holds none.
+// Decode the state from a link of `linkOf`, or return null if the address has none.
 export function stateIn(address) {
   const found = /#ask=([\w-]+)/.exec(address);
   if (!found) return null;
@@ -89,7 +89,7 @@ export function stateIn(address) {
   }
 }
 
-// Browsers have no clipboard for pages from other hosts without TLS; what is selected they copy.
+// Without TLS, pages from other hosts have no clipboard, so selected text is copied instead.
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const box = Object.assign(document.createElement("textarea"), { value: text });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The status page: asks once a second while it can be seen.
+// The status page. It queries the server once per second while it is visible.
 
 import { jsonOf } from "./key.js";
 import { bucketsOf, samplesOf, sumOf } from "./metrics.js";
@@ -7,7 +7,7 @@ import { reach } from "./request.js";
 
 const PERIOD_MS = 1000;
 const find = (id) => document.getElementById(id);
-let before = null; // the samples of the last look, and when that was
+let before = null; // the previous samples and their time
 
 const element = (tag, text = "", more = {}) =>
   Object.assign(document.createElement(tag), { textContent: text, ...more });
@@ -37,12 +37,12 @@ function showNumbers(ready, status, samples) {
   const buckets = bucketsOf(samples, "dllm:step_time_seconds");
   const numbers = [
     ["running", count("running")], ["waiting", count("waiting")],
-    ["at once", `≤ ${status.max_requests}, ${status.row_budget} rows`],
+    ["limits", `${status.max_requests} requests, ${status.row_budget} rows`],
     ["steps/s", rate(samples, "dllm:denoise_steps_total")],
     ["answer tokens/s", rate(samples, "vllm:generation_tokens_total")],
     ["median step", `≤ ${seconds(quantile(buckets, 0.5))}`],
     ["95 % of steps", `≤ ${seconds(quantile(buckets, 0.95))}`],
-    ["pool peak", bytes(sumOf(samples, "dllm:activation_pool_peak_bytes"))],
+    ["peak pool use", bytes(sumOf(samples, "dllm:activation_pool_peak_bytes"))],
     ["host memory", bytes(status.host_bytes ?? 0)],
   ];
   find("numbers").replaceChildren(...numbers.map(([name, value]) => {
@@ -52,14 +52,14 @@ function showNumbers(ready, status, samples) {
   }));
 }
 
-// By how much a counter rises a second.
+// The increase of a counter per second.
 function rate(samples, name) {
   if (!before) return "–";
   const rise = sumOf(samples, name) - sumOf(before.samples, name);
   return (rise / ((performance.now() - before.at) / 1000)).toFixed(1);
 }
 
-// The upper bound of the bucket below which a share of all observations lies.
+// The upper bound of the bucket that contains the quantile `share` of all observations.
 function quantile(buckets, share) {
   const total = buckets.reduce((sum, [, count]) => sum + count, 0);
   let sum = 0;
@@ -70,7 +70,7 @@ function quantile(buckets, share) {
   return 0;
 }
 
-// Who holds what of the pool, as parts of a bar.
+// Draw the users of the pool as parts of a bar.
 function showPool(pool, requests) {
   if (!pool) return;
   const held = requests.filter((r) => r.kept_bytes > 0);
@@ -79,9 +79,9 @@ function showPool(pool, requests) {
   const parts = [
     ["CUDA graphs", pool.graphs, "graphs"],
     ...held.map((r) => [`keys and values of ${short(r.id)}`, r.kept_bytes, "kept"]),
-    ["pages of finished prefixes", shared, "shared"],
+    ["cached prefixes of finished requests", shared, "shared"],
     ["free pages", Math.max(0, pool.pages - Math.max(pool.used_pages, kept)), "free"],
-    ["a step between two slices", pool.paused, "paused"],
+    ["a paused long step", pool.paused, "paused"],
   ].filter(([, size]) => size > 0);
   const taken = parts.reduce((sum, [, size]) => sum + size, 0);
   parts.push(["for steps", Math.max(0, pool.budget - taken), "steps"]);
@@ -90,8 +90,8 @@ function showPool(pool, requests) {
     part.style.flexGrow = size;
     return part;
   }));
-  const told = parts.map(([name, size]) => `${name} ${bytes(size)}`);
-  find("pool").setAttribute("aria-label", `${bytes(pool.budget)}: ${told.join(", ")}`);
+  const labels = parts.map(([name, size]) => `${name} ${bytes(size)}`);
+  find("pool").setAttribute("aria-label", `${bytes(pool.budget)}: ${labels.join(", ")}`);
   find("holders").replaceChildren(...parts.map(([name, size, kind]) =>
     element("li", `${name} ${bytes(size)}`, { className: kind })));
 }
@@ -103,13 +103,13 @@ function showRequests(requests) {
 }
 
 const REASONS = {
-  rows: "for rows of a step (--max-num-batched-tokens)",
+  rows: "for room in a step (--max-num-batched-tokens)",
   memory: "for memory",
-  requests: "for fewer requests (--max-num-seqs)",
-  others: "for the others to end (force_single_batch)",
-  prompt: "for a prompt that another one computes",
-  call: "for the rest of its call",
-  order: "behind earlier ones",
+  requests: "for another request to end (--max-num-seqs)",
+  others: "for all other requests to end (force_single_batch)",
+  prompt: "for a request that computes the same prompt",
+  call: "for the other requests of its call",
+  order: "for earlier requests",
 };
 
 function rowOf(request) {

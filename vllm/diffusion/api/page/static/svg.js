@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A trace as one SVG file that plays by itself, anywhere that shows pictures.
+// Converts a trace to one animated SVG file without scripts.
 
 import { layout, lookOf } from "./board.js";
 import { EDITED, MASKED } from "./trace.js";
@@ -7,7 +7,7 @@ import { EDITED, MASKED } from "./trace.js";
 const WIDTH = 880;
 const STEP_S = 0.22, LONGEST_S = 14, HOLD_S = 2.5;
 
-// The file's text. The still picture, where nothing plays, is the last step.
+// The text of the file. Viewers without animation show the last step.
 export function svgOf(trace, blockLength, ink, title) {
   const isMap = trace.length > 1024;
   const plan = layout(trace.length, blockLength, WIDTH, isMap);
@@ -22,7 +22,7 @@ export function svgOf(trace, blockLength, ink, title) {
     `<rect width="100%" height="100%" fill="${ink.paper}"/>\n${cells}\n</svg>\n`;
 }
 
-// Of every position its looks in turn: [frame, look, text]; frame -1 is the empty canvas.
+// The successive looks of every position: [frame, look, text]; frame -1 is the empty canvas.
 function historiesOf(trace, ink) {
   const was = trace.at;
   trace.seek(-1);
@@ -70,7 +70,7 @@ function textsOf(history, x, y, width, clock) {
   }).join("");
 }
 
-// An <animate> that jumps from value to value; nothing where there is only one.
+// An <animate> that jumps from value to value, or "" if there is only one value.
 function animated(name, pairs, clock) {
   const steps = pairs.filter(([, value], k) => k === 0 || value !== pairs[k - 1][1]);
   if (steps.length < 2) return "";

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of one answer: each as what it changed, so that going to any step costs what lies between.
+// The steps of one answer. Each is stored as a list of changes, so that moving between two steps
+// costs only the changes between them.
 
-// States of a position, in this order: what is committed comes last. UNUSED: the answer ended before it.
+// States of a position; committed states have the highest numbers. UNUSED: after the answer's end.
 export const MASKED = 0, PROPOSED = 1, UNUSED = 2, COMMITTED = 3, EDITED = 4;
 
-// The parts of a position's state, in the order of a change's two halves.
+// The parts of a position's state, which a change stores before and after the step.
 const PARTS = ["ids", "confidence", "state", "guessed"];
 
 class Board {
@@ -12,7 +13,7 @@ class Board {
     this.ids = new Int32Array(length).fill(-1);
     this.confidence = new Float32Array(length);
     this.state = new Uint8Array(length);
-    this.guessed = new Uint8Array(length); // 1: committed by a guess that came true
+    this.guessed = new Uint8Array(length); // 1: committed by an accepted draft
   }
 }
 
@@ -23,13 +24,13 @@ export class Trace {
     this.ends = new Set(ends);
     this.frames = []; // {step, seconds, positions, before, after, fresh}
     this.texts = new Map(); // token id -> text
-    this.view = new Board(length); // as shown
-    this.at = -1; // the frame that is shown; -1: the empty canvas
-    this.head = new Board(length); // as the newest frame has it
+    this.view = new Board(length); // the frame that is shown
+    this.at = -1; // index of the shown frame; -1: the empty canvas
+    this.head = new Board(length); // the latest frame
     this.numCommitted = 0;
   }
 
-  // Take in the canvas of a server's event. Returns the new frame.
+  // Append the canvas of a server's event. Returns the new frame.
   push(canvas, seconds) {
     const changed = [];
     for (let i = 0; i < this.length; i++) {
@@ -45,8 +46,8 @@ export class Trace {
     return frame;
   }
 
-  // The answer is complete: a last frame, in which nothing is new, and what no step has committed
-  // was not needed.
+  // Mark the answer as complete: append a last frame without fresh tokens, in which all positions
+  // that no step has committed are unused.
   settle() {
     const { step = 0, seconds = 0, committed = 0 } = this.frames.at(-1) ?? {};
     const left = [...this.head.state.keys()].filter((i) => this.head.state[i] < COMMITTED);
@@ -59,7 +60,7 @@ export class Trace {
     this.append({ step, seconds, positions, before, after, committed, fresh: new Set() });
   }
 
-  // Whether position i of a canvas differs from what is known of it; notes its text.
+  // Whether position i of a canvas differs from the latest frame; also stores its text.
   take(i, canvas) {
     const id = canvas.token_ids[i];
     if (!this.texts.has(id)) this.texts.set(id, canvas.text[i]);
@@ -107,12 +108,12 @@ export class Trace {
     return this.frames[this.at];
   }
 
-  // Whether a position was committed, or changed, by the step that is shown.
+  // Whether the shown step committed or changed a position.
   isFresh(i) {
     return this.at >= 0 && this.frame.fresh.has(i);
   }
 
-  // Whether a guess that came true committed some token.
+  // Whether an accepted draft committed any token.
   get hasGuesses() {
     return this.head.guessed.includes(1);
   }
@@ -126,13 +127,13 @@ export class Trace {
     return this.ends.has(this.view.ids[i]);
   }
 
-  // What a position's tile says.
+  // The label on a position's tile.
   labelAt(i) {
     const text = this.textAt(i);
     return text && this.isEnd(i) ? "end" : shown(text);
   }
 
-  // Committed tokens of the newest step that end the answer, and those that do not.
+  // Number of committed tokens in the latest step: tokens that end the answer, and all others.
   counted() {
     let numEnds = 0;
     this.head.ids.forEach((id, i) => {
@@ -141,7 +142,7 @@ export class Trace {
     return { numEnds, numOthers: this.numCommitted - numEnds };
   }
 
-  // Tokens that each frame committed, for the timeline.
+  // Number of tokens that each frame committed, for the timeline.
   commits() {
     return this.frames.map((f, k) => f.committed - (k ? this.frames[k - 1].committed : 0));
   }
@@ -161,7 +162,7 @@ const halfOf = (count) => ({
   state: new Uint8Array(count), guessed: new Uint8Array(count),
 });
 
-// A token as one short line: what cannot be seen has a sign.
+// A token as one short line, with signs for invisible characters.
 export function shown(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").trim() || (text ? "␣" : "");
 }
