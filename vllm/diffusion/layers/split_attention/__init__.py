@@ -71,9 +71,9 @@ def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_
         max_keys: upper bound of the keys of every sequence.
         device_size: number of multiprocessors of the GPU.
     """
-    useful_splits = config.programs * device_size // max(1, num_programs)
+    wanted = config.programs * device_size // max(1, num_programs)
     max_splits = -(-max_keys // (_MIN_STEPS * config.keys))
-    return max(1, min(useful_splits, max_splits, MAX_SPLITS))
+    return max(1, min(wanted, max_splits, MAX_SPLITS))
 
 
 def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
