@@ -287,11 +287,11 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor
             else out.zero_()
         )
     ends = (layout.query_ends, layout.key_starts, max_queries, layout.max_keys)
-    given = torch.ops.aten._flash_attention_forward(
+    result = torch.ops.aten._flash_attention_forward(
         q, k, v, *ends, 0.0, False, False, seqused_k=layout.key_counts
     )[0]
-    assert isinstance(given, torch.Tensor)
-    return given.contiguous() if out is None else out.copy_(given)
+    assert isinstance(result, torch.Tensor)
+    return result.contiguous() if out is None else out.copy_(result)
 
 
 def _attend_flash3(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
