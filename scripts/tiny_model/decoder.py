@@ -38,7 +38,7 @@ def qwen_config(tokens: TokenIds, **own: Any) -> dict[str, Any]:
     """
     return {
         "attention_dropout": 0.0,
-        "bos_token_id": tokens.eos,  # as released: not the tokenizer's begin-of-text token
+        "bos_token_id": tokens.eos,  # the released value, not the tokenizer's begin-of-text token
         "eos_token_id": tokens.eos,
         "hidden_act": "silu",
         "hidden_size": 128,

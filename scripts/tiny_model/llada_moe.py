@@ -61,7 +61,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
         "initializer_range": 0.02,
         "mask_token_id": tokens.mask,
         "max_position_embeddings": 8192,
-        "model_type": "llada",  # as released; the architecture distinguishes it from LLaDA
+        "model_type": "llada",  # the released value; the architecture distinguishes it from LLaDA
         "moe_layer_freq": [1] * num_layers,
         "moe_router_enable_expert_bias": False,
         "moe_router_score_function": "softmax",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 # Row counts for which a kernel has different tiles. Tiles of experts change at some number of rows
-# and then at twice as many, or more.
+# and then at double that number, or more.
 _HEAD_ROWS = (16, 32, 64, 128)
 _EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Maximum keys of a sequence. Few keys are not split.

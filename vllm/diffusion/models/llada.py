@@ -104,8 +104,8 @@ class LLaDAConfig(DiffusionConfig):
         "vocab_size": 50257,
         "embedding_size": 50304,
     }
-    # Aliases that must not contradict the primary name, because no tensor's shape would reveal
-    # which of the two values is right.
+    # Aliases that must not contradict the primary name, because no tensor's shape would
+    # reveal which of the two values is right.
     UNSEEN: ClassVar[tuple[str, ...]] = (
         *("num_attention_heads", "num_key_value_heads", "hidden_act", "tie_word_embeddings"),
     )
