@@ -7,8 +7,8 @@
 
 The server has a released shape and random weights. These rates are measured, in this order:
 
-    steps       rows per second of steps of 4,096 rows, from the server's own metrics, while twice
-                this number of requests generates
+    steps       rows per second of steps of 4,096 rows, from the server's own metrics, while double
+                that number of requests generate
     decisions   POST /v1/systemone: one client, then --clients; each sends its next call when it has
                 the answer to its last
     likelihood  POST /v1/loglikelihood: 128 samples of a continuation

@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the released models state 4,096 and support any length
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "GOMP_SPINCOUNT": "10000",  # the value of a server; set before torch is imported
+    "GOMP_SPINCOUNT": "10000",  # the same as in a server; set before torch is imported
 }
 FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
 WIDTH = re.compile(r"\d+")  # the width in a format

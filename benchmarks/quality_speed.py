@@ -67,8 +67,8 @@ DEFAULT_MODELS = ("llada-tiny", "dream-tiny", "llada-moe-tiny")
 # Wordings of a question: as it was taught, or with words that no model was taught.
 WORDINGS = {"taught": "{question}", "reworded": "Please tell me. {question}"}
 
-# Values of parameters that set the pace. An algorithm that uses none of them is paced by its number
-# of steps.
+# Values of parameters that set the pace. An algorithm that uses none of them is paced by
+# its number of steps.
 PACE: dict[str, tuple[float, ...]] = {
     "threshold": (0.3, 0.5, 0.7, 0.9, 0.95),
     "factor": (0.5, 1.0, 2.0),

@@ -224,7 +224,7 @@ class Decoder:
         return ids
 
     def prompts(self, facts: Sequence[tuple[str, str]], num_tokens: int) -> list[list[int]]:
-        """Tokenise questions, each after as many others as fit into `num_tokens` tokens."""
+        """Tokenise questions, each after the other questions that fit into `num_tokens` tokens."""
         prompts = []
         for number, (question, _) in enumerate(facts):
             others, first = [*facts[number + 1 :], *facts[:number]], self.prompt(question)

@@ -101,7 +101,7 @@ def run_windows(llm: Any, runner: Any, shape: Shape, case: Windows, steps: int) 
 
 
 class Round(NamedTuple):
-    """One forward of every request, in as many steps as the engine takes.
+    """One forward of every request, in one or more steps of the engine.
 
     Attributes:
         round_ms: milliseconds from the start of its first step to the start of the next round.

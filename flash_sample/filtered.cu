@@ -277,8 +277,8 @@ struct FilteredRow {
   }
 
   // Calls `use` (const float (&logits)[kWidth], int first) with the thread's columns in ascending
-  // order. They are the same columns whether the row is aligned or not; columns beyond the row read
-  // as -inf.
+  // order. They are the same columns whether the row is aligned or not. Columns beyond the row
+  // yield -inf.
   template <typename Use>
   __device__ void over_row(const Use& use) const {
     const auto give = [&](float (&values)[kWidth], int first) {

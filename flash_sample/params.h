@@ -104,7 +104,7 @@ struct MergeParams {
   int64_t num_rows;
   RowParams rows;
   Score score;
-  double* record;  // as in LogitsParams
+  double* record;  // see LogitsParams
   int64_t* token;
   float* value;
   int64_t* greedy;

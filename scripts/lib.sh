@@ -69,8 +69,8 @@ install_packages() {
     die "installing $* failed (see the messages above)"
 }
 
-# install_once NAME INSTALLER FILE...: run INSTALLER unless the stamp NAME in .venv holds the digest
-# of FILE...
+# install_once NAME INSTALLER FILE...: run INSTALLER, unless the stamp NAME in .venv holds the
+# digest of FILE...
 install_once() {
   local name=$1 installer=$2 stamp digest
   shift 2

@@ -5,8 +5,8 @@
     scripts/prose.py            all documents and the Python sources outside tests
     scripts/prose.py FILE...    these files
 
-Each finding is a line `file:line: "words": advice`. The exit status is 1 if there is one. Code
-blocks, inline code, commands and names of arguments are not checked.
+Prints `file:line: "words": advice` for each finding; then the exit status is 1. Code blocks, inline
+code, quotations, commands and names of arguments are not checked.
 """
 
 import ast
@@ -32,8 +32,7 @@ QUOTED = r"`[^`]*`|\"[^\"]{1,80}\""
 # In docstrings: commands with options, and names of arguments or of parts in a list.
 COMMANDS = r"^.*(?: --\w|\[--\w|\.py ).*$|^ +\S+(?=:| {2})"
 
-# Words to avoid, and what to write instead.
-ADVICE = {
+ADVICE = {  # words to avoid, and what to write instead
     r"(?<!who\s)\b(wants|wanted|knows|knew)\b": "a program requires, expects or has something",
     r"(?<!who\s)\b(sees|hears|says)\b": "a program receives, reads or states something",
     r"\b(tells?|told|telling)\b": "write return, report, log or send",
@@ -68,11 +67,9 @@ def without(pattern: str, text: str) -> str:
 
 
 def document_texts(source: str) -> Iterator[Text]:
-    line = 1
+    line, prose = 1, without(r"^ *```(?s:.*?)^ *```", source)
     # A list item, a heading, a row of a table or an empty line begins a new text.
-    for text in re.split(
-        r"\n(?=\s*(?:[-*|#]|\d+\.\s|$))", without(r"^ *```(?s:.*?)^ *```", source), flags=re.M
-    ):
+    for text in re.split(r"\n(?=\s*(?:[-*|#]|\d+\.\s|$))", prose, flags=re.M):
         yield Text(line, without(QUOTED, text), max_words=MAX_WORDS)
         line += text.count("\n") + 1
 

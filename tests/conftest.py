@@ -57,7 +57,7 @@ collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) i
 GPU_MARKERS = ("gpu", "multi_gpu")
 INTERPRETER_TESTS = "tests/native/test_interpreter.py"
 DURATIONS = Path(__file__).with_name("durations.json")
-MIN_SLOW_S = 1.0  # of all cases of a test function together
+MIN_SLOW_S = 0.5  # of all cases of a test function together
 # Each GPU test of these folders starts an engine or a server. That takes up to a minute, about as
 # long as ENGINE_CASES cases of a test of a kernel.
 ENGINE_FOLDERS = ("tests/engine/", "tests/server/")

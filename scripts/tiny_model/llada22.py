@@ -34,7 +34,7 @@ def config(tokens: TokenIds) -> dict[str, Any]:
         **llada2.config(tokens),
         "block_size": BLOCK_LENGTHS["llada22"],
         "delete_token_id": delete,
-        "expert_capacity": 5,  # experts per window, out of 8
+        "expert_capacity": 5,  # experts per block, out of 8
         "max_position_embeddings": 131072,
         "rope_theta": 3000000,
         "split_token_id": split,

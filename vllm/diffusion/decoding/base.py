@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 Array: TypeAlias = np.ndarray[Any, Any]
-# whether each of several items has a property
+# Whether each of several items has a property.
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -120,7 +120,7 @@ class DecodingRule(ABC):
     draw_purpose: int | None = None  # purpose of `Candidates.draws`
     # [R, k] int64, the tokens whose log probabilities are needed, per candidate.
     token_ids: Array | None = None
-    # result of a rule that computes likelihoods and commits nothing
+    # Result of a rule that computes likelihoods and commits nothing.
     scores: TokenScores | None = None
     num_unconfirmed = 0  # positions of the answer that the rule may mask again
     # The blocks that have begun, half-open, for rules that choose their ends.

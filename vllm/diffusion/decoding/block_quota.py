@@ -66,7 +66,7 @@ class Quota(GridRule):
         if self.step >= self._num_steps:
             return self.params.block_length
         quota = transfer_quota(self._num_shared, self._num_steps, self.step)
-        # a forward without the mask token must make progress
+        # A forward without the mask token must make progress.
         return max(quota, int(self.forbid_mask))
 
 

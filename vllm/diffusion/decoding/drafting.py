@@ -125,10 +125,10 @@ class Drafter:
         With `count` None, the rule decides by the scores. Returns None if there are no candidates
         for the next state, or if its forward is of another kind.
         """
-        known = source.at(parent.depth + 1)
-        if known is None or not known.positions.size:
+        available = source.at(parent.depth + 1)
+        if available is None or not available.positions.size:
             return None
-        candidates = _among(known, parent.target.eligible)
+        candidates = _among(available, parent.target.eligible)
         if not candidates.positions.size:
             return None
         if count is not None:

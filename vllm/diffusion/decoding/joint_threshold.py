@@ -32,7 +32,7 @@ class JointThreshold(GridRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         if params.temperature == 0:
-            # argmax of the logits, not of their probabilities
+            # Argmax of the logits, not of their probabilities.
             self.scoring = CandidateScoring()
         self.adjusts_logits = params.penalty_lambda > 0
         self._before = np.empty(0, dtype=np.int64)  # [B], the block before the forward

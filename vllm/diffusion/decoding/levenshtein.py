@@ -86,10 +86,10 @@ class Levenshtein(GridRule):
         logits[:, self._forbidden] = -torch.inf
         wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         confidence = torch.softmax(wide, dim=-1).amax(dim=-1)
-        left, best = logits.clone(), []
+        remaining, best = logits.clone(), []
         for _ in range(NUM_BEST):
-            best.append(left.argmax(dim=-1))
-            left.scatter_(1, best[-1][:, None], -torch.inf)
+            best.append(remaining.argmax(dim=-1))
+            remaining.scatter_(1, best[-1][:, None], -torch.inf)
         self._parts.append((positions, torch.stack(best, dim=1), confidence))
         return logits
 

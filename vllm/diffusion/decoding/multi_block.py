@@ -43,7 +43,7 @@ class DelayedCache:
     def __init__(self, params: DiffusionParams) -> None:
         self._delay = params.cache_delay_iter
         self._refresh_interval = params.refresh_interval
-        self._looks_past_waiting = params.logit_shift > 0  # the reference does so for Dream
+        self._looks_past_waiting = params.logit_shift > 0  # like the reference for Dream
         self.num_kept = 0
 
     def first_row(self, blocks: Sequence[Block], step: int) -> int:

@@ -39,7 +39,7 @@ class EntropyThreshold(UntilFilledRule):
 
 
 class Factor(UntilFilledRule):
-    """Commits as many of the most certain candidates as the factor allows.
+    """Commits the largest number of the most certain candidates that the factor allows.
 
     The more candidates are committed together, the more certain each of them must be.
     """

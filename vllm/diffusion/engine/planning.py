@@ -40,8 +40,8 @@ def make_planner(
     """Create the planner of an engine with `budget_bytes` per rank for steps and caches.
 
     Workers report the budget and the rates (`DiffusionWorker.capacity`). Only workers may pass the
-    device. Without it, predicted times of long chunks are slightly too long, but the decision
-    whether a request fits is the same.
+    device. Without it, long chunks are planned with slightly more memory than they use, but the
+    decision whether a request fits is the same.
     """
     settings, parallel = settings_of(vllm_config), vllm_config.parallel_config
     shards = settings.sequence_parallel_size

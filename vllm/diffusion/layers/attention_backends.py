@@ -57,10 +57,10 @@ class Backend(enum.Enum):
 # Minimum queries of a sequence for which cuDNN and FlashAttention 3 are faster than all others.
 _MANY_QUERIES = 512
 # cuDNN makes a plan for every new shape, which takes 40 ms. The plan of a whole sequence serves all
-# layers and steps. With this many keys it pays after 75 steps, with twice as many after 20.
+# layers and steps. With this many keys it pays after 75 steps, with double the number after 20.
 _KEYS_OF_WHOLE = 1024
-# The rows after the last layer may differ in every step. With this many keys a step takes so long
-# that the time of a plan does not matter.
+# The rows after the last layer may differ in every step. With this many keys a step takes
+# so long that the time of a plan does not matter.
 _KEYS_OF_PART = 16384
 # Minimum rows, of one head each, per multiprocessor for which tiles of queries fill a card: three
 # quarters of a tile of 128. With fewer rows the keys are split.
@@ -287,11 +287,11 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor
             else out.zero_()
         )
     ends = (layout.query_ends, layout.key_starts, max_queries, layout.max_keys)
-    given = torch.ops.aten._flash_attention_forward(
+    result = torch.ops.aten._flash_attention_forward(
         q, k, v, *ends, 0.0, False, False, seqused_k=layout.key_counts
     )[0]
-    assert isinstance(given, torch.Tensor)
-    return given.contiguous() if out is None else out.copy_(given)
+    assert isinstance(result, torch.Tensor)
+    return result.contiguous() if out is None else out.copy_(result)
 
 
 def _attend_flash3(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:

@@ -97,8 +97,8 @@ def _tried(device: torch.device, head_dim: int) -> float:
     _by_cudnn(q[:150], k, v, scales, outputs[0][:150])
     _by_cudnn(q[150:], k, v, scales, outputs[0][150:])
     _by_torch(q, k, v, scales, outputs[1])
-    given, wanted = (part.float() for part in outputs)
-    return float((given - wanted).norm() / wanted.norm())
+    result, expected = (part.float() for part in outputs)
+    return float((result - expected).norm() / expected.norm())
 
 
 def described(device: torch.device) -> str:
@@ -209,7 +209,7 @@ class _Library:
         self._cudnn: Any = import_module("cudnn")
         with torch.cuda.device(device):
             self._handle = self._cudnn.create_handle()
-        # scales of the weights: to and from fp8
+        # Scales of the weights: to and from fp8.
         self._weights = torch.tensor((1.0 / LARGEST, LARGEST), device=device)
         self.graph_of = functools.lru_cache(_MAX_PLANS)(
             functools.partial(_Graph, self._cudnn, self._handle)

@@ -74,8 +74,8 @@ class Fp8Attention:
         if num_rows <= SURVEYED_ROWS:
             return np.arange(num_rows)
         edges = np.arange(SURVEYED_ROWS + 1) * num_rows // SURVEYED_ROWS
-        drawn = np.random.default_rng(0).random(SURVEYED_ROWS)
-        rows: Array = edges[:-1] + (drawn * np.diff(edges)).astype(np.int64)
+        offsets = np.random.default_rng(0).random(SURVEYED_ROWS)
+        rows: Array = edges[:-1] + (offsets * np.diff(edges)).astype(np.int64)
         rows[0] = 0
         return rows
 
@@ -212,11 +212,11 @@ class Fp8Attention:
         """Add Wo attention(q, k, v) of all rows of a request to x [T, D], without chunks."""
         rows = torch.from_numpy(self.surveyed_rows(len(x))).to(x.device)
         tables = rotary.rows(rows)
-        known = self.scales_from(self.survey(ALL_HEADS, x[rows], tables, buffers), ALL_HEADS)
+        head_scales = self.scales_from(self.survey(ALL_HEADS, x[rows], tables, buffers), ALL_HEADS)
         heads = self.layer.num_kv_heads, self.layer.head_dim
         k, v = (part.take(buffers, len(x)) for part in fp8_stages.keys_values(*heads))
-        self.keys_values(ALL_HEADS, x, rotary, known, k, v, buffers)
-        self.attend(x, rotary, (k, v), layout, known, buffers)
+        self.keys_values(ALL_HEADS, x, rotary, head_scales, k, v, buffers)
+        self.attend(x, rotary, (k, v), layout, head_scales, buffers)
 
     def _add(
         self,
@@ -232,8 +232,8 @@ class Fp8Attention:
         features = slice(None) if group.count == 1 else group.part(self.layer.query_width)
         rows: Tensor | ops.QuantisedRows
         if proj.quantises:
-            listed = fp8_stages.results(plain.shape[1:].numel())
-            scales = listed.quantised[1].take(buffers, len(x)).fill_(1.0).mul_(scale)
+            result_buffer = fp8_stages.results(plain.shape[1:].numel())
+            scales = result_buffer.quantised[1].take(buffers, len(x)).fill_(1.0).mul_(scale)
             rows = ops.QuantisedRows(out.flatten(1), scales)
         else:
             rows = plain.copy_(out).mul_(scale).flatten(1)
@@ -251,10 +251,10 @@ class Fp8Attention:
         """Project rows to a group's queries [R, H, hd] if needed, keys and values [R, KV, hd]."""
         layer, num_rows = self.layer, len(x)
         heads = layer.num_kv_heads // group.count, layer.head_dim
-        listed = stages.keys_values(x.dtype, *heads, is_own=True)
+        kv_buffers = stages.keys_values(x.dtype, *heads, is_own=True)
         projected: list[Tensor | None] = [
             None,
-            *(part.take(buffers, num_rows) for part in listed),
+            *(part.take(buffers, num_rows) for part in kv_buffers),
         ]
         if has_queries:
             projected[0] = self._querying(x, group)[0].take(buffers, num_rows)

@@ -54,8 +54,8 @@ class ExpertsMLP:
         if x.shape[0] == 0:
             return
         with buffers.scope("feed-forward"):
-            listed = beside_experts(x.dtype, x.shape[1], has_shared=self.shared is not None)
-            out, *others = (buffer.take(buffers, len(x)) for buffer in listed)
+            output_buffers = beside_experts(x.dtype, x.shape[1], has_shared=self.shared is not None)
+            out, *others = (buffer.take(buffers, len(x)) for buffer in output_buffers)
             normed, addend = self.norm(x, out=out), None
             if self.shared is not None:
                 (addend,) = others

@@ -39,8 +39,8 @@ class Rotary(NamedTuple):
     def select(self, rows: Tensor, buffers: Buffers) -> Rotary:
         """Copy single rows [R] int64 into `buffers`."""
         scales = self.scale is not None
-        listed = stages.rotary(self.cos.dtype, self.cos.shape[1], scales=scales, is_read=True)
-        copies = Rotary(*(table.take(buffers, rows.numel()) for table in listed))
+        tables = stages.rotary(self.cos.dtype, self.cos.shape[1], scales=scales, is_read=True)
+        copies = Rotary(*(table.take(buffers, rows.numel()) for table in tables))
         for table, out in zip(self, copies, strict=True):
             if table is not None:
                 torch.index_select(table, 0, rows, out=out)
@@ -84,8 +84,8 @@ def rotary_rows(
         tables of shape [R, rd].
     """
     buffers = FreshBuffers(positions.device) if buffers is None else buffers
-    listed = stages.rotary(dtype, 2 * frequencies.numel(), scales=growth is not None)
-    rotary = Rotary(*(table.take(buffers, positions.numel()) for table in listed))
+    table_buffers = stages.rotary(dtype, 2 * frequencies.numel(), scales=growth is not None)
+    rotary = Rotary(*(table.take(buffers, positions.numel()) for table in table_buffers))
     ops.rotary_tables(positions, frequencies, rotary.cos, rotary.sin)
     if growth is not None and rotary.scale is not None:
         write_factors(positions, growth, rotary.scale)

@@ -80,7 +80,7 @@ class ActivationPool:
 
     The contents of a buffer are undefined when it is taken, so its user must write it first. A
     tensor of an ended scope may share its memory with later buffers; buffers taken outside all
-    scopes stay. Whoever keeps a captured graph must keep the tensors that it was captured over.
+    scopes stay. The owner of a captured graph must keep the tensors that it was captured over.
     Then they stay mapped, and share memory with the buffers of other steps, which do not run at the
     same time.
 

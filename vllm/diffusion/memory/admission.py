@@ -115,8 +115,8 @@ class Admission:
 
         Returns:
             the request, with the smallest number of cached layers in host memory that leaves its
-                largest step enough memory for reasonable chunks. Layers in host memory are copied
-                in every step, so fewer are better.
+            largest step enough memory for reasonable chunks. Layers in host memory are copied in
+            every step, so fewer are better.
 
         Raises:
             ActivationBudgetError: with the required bytes, the available bytes, and the longest

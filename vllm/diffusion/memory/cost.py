@@ -94,13 +94,13 @@ class Costs:
         even = even_chunk(rows, max_rows)
         last = self._waves(even, heads)
         tiles = (waves * units // heads for waves in range(max(last - heads, 1), last + 1))
-        held = {QUERY_TILE * min(count, max_rows // QUERY_TILE) for count in tiles} - {0}
+        wave_chunks = {QUERY_TILE * min(count, max_rows // QUERY_TILE) for count in tiles} - {0}
 
         def total(chunk: int) -> tuple[int, int]:
             whole, rest = divmod(rows, chunk)
             return whole * self._waves(chunk, heads) + self._waves(rest, heads), -chunk
 
-        return min({even} | held, key=total)
+        return min({even} | wave_chunks, key=total)
 
     def _waves(self, rows: int, heads: int) -> int:
         """Return the tiles that the busiest multiprocessor computes for `rows` query rows."""
@@ -231,9 +231,9 @@ class Costs:
         """Return the seconds of two exchanges of `row_bytes` of each row with other ranks."""
         if shards == 1:
             return 0.0
-        given = work.rows * row_bytes * (shards - 1) / shards
+        sent_bytes = work.rows * row_bytes * (shards - 1) / shards
         waiting = work.num_chunks * self._rates.exchange_seconds
-        return 2 * (given / self._rates.link_bytes + waiting)
+        return 2 * (sent_bytes / self._rates.link_bytes + waiting)
 
     def _product(
         self,

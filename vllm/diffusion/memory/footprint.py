@@ -89,8 +89,11 @@ class Footprint:
         rows = fp8_stages.surveyed(shape.dtype, shape.hidden_size), *self._rotary(layout)
         phases: list[Listed] = []
         for products in shape.products:
-            made = *wide, *products.rows(normed), *products.project
-            phases += [(*visiting, *made), (*rows, self._querying(queries, products)[0], *made)]
+            projection = *wide, *products.rows(normed), *products.project
+            phases += [
+                (*visiting, *projection),
+                (*rows, self._querying(queries, products)[0], *projection),
+            ]
         if layout.shards == 1:
             return tuple(phases)
         exchanged = stages.exchanged(fp8_stages.FP8, *heads[1:])
@@ -130,10 +133,10 @@ class Footprint:
         *attending, collected = stages.attending(*heads)
         if is_packed:
             attending.append(collected)
-        made = [
+        outputs = [
             (*products.quant_buffers(attending[0]), *products.add_to) for products in shape.products
         ]
-        phases = tuple((*attending, *phase) for phase in made)
+        phases = tuple((*attending, *phase) for phase in outputs)
         if has_queries:
             return phases
         exchanged = stages.exchanged(*heads) if layout.shards > 1 else ()
@@ -161,11 +164,11 @@ class Footprint:
         In a streamed layout the last layer has ended by then.
         """
         shape = self.shape
-        sampled, given = stages.read_rows(shape.dtype, shape.hidden_size)
+        sampled, others = stages.read_rows(shape.dtype, shape.hidden_size)
         head = stages.head(shape.dtype, shape.hidden_size, shape.num_columns)
         logits = *head, *shape.head
         if layout.is_streamed:
-            of_others = (given,) * layout.shards if layout.shards > 1 else ()
+            of_others = (others,) * layout.shards if layout.shards > 1 else ()
             return ((*of_others, sampled, *logits),)
         phases = (
             *self._attending(layout, is_packed, has_queries=False),

@@ -37,7 +37,7 @@ class HostBuffers:
         count = math.prod(shape)
         storage = self._storage.get((name, dtype))
         if storage is None or storage.numel() < count:
-            # first release the old buffer, so that both never exist at once
+            # First release the old buffer, so that both never exist at once.
             self._storage.pop((name, dtype), None)
             storage = torch.empty(count, dtype=dtype, pin_memory=self._is_pinned)
             self._storage[name, dtype] = storage

@@ -90,10 +90,10 @@ class PageAllocator:
                     f"have, given {host_layers}"
                 )
             self.store.reset(host_layers)
-        wanted = num_pages(length)
-        self._provide(wanted)
+        count = num_pages(length)
+        self._provide(count)
         self.store.take_host_memory()
-        pages = np.array([self.store.free.pop() for _ in range(wanted)], dtype=np.int64)
+        pages = np.array([self.store.free.pop() for _ in range(count)], dtype=np.int64)
         kept = self._hold(req_id, length, pages)
         self.update_table()
         return kept
@@ -233,15 +233,18 @@ class PageAllocator:
         Returns:
             the location of its keys and values; None if it has no pages.
         """
-        had = self._sequences.get(req_id) if behind else None
-        if had is None:
+        previous = self._sequences.get(req_id) if behind else None
+        if previous is None:
             self.release(req_id)
         if not pages:
-            return had
+            return previous
         new = np.array(pages, dtype=np.int64)
         slots = _slots(new, len(new) * PAGE_SIZE)
-        if had is not None:
-            new, slots = np.concatenate([had.pages, new]), np.concatenate([had.slots, slots])
+        if previous is not None:
+            new, slots = (
+                np.concatenate([previous.pages, new]),
+                np.concatenate([previous.slots, slots]),
+            )
         kept = self._sequences[req_id] = KeptSequence(len(slots), new, slots, start=0)
         return kept
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_KNOWN_PLANS = 4_096
 # Steps share a plan if these sizes round up to equal multiples of a unit.
-# Sample rows: the unit is 1 / SAMPLE_UNITS of the step's rows,
+# Sample rows: the unit is 1 / SAMPLE_UNITS of the step's rows, but at least MIN_SAMPLE_UNIT.
 SAMPLE_UNITS = 16
 MIN_SAMPLE_UNIT = 32  # minimum unit of sample rows
 KEYS_UNIT = 256  # unit of the longest sequence's keys, and of cached keys

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# rates that can be derived from the card's properties
+# Rates that can be derived from the card's properties.
 MEASURED = ("product_flops", "attention_flops", "memory_bytes")
 THERMAL_WARMUP_S = 0.22  # seconds of products until the card has reached its power limit
 # Seconds of measured rounds: of products and of attention, and of copies.
@@ -96,9 +96,9 @@ def _rates_here(device: torch.device) -> tuple[Rates, str]:
         promised = promised_rates(device)
         try:
             measured, has_company = measured_rates(device, promised), _has_company(device)
-            likely = plausible_rates(measured, promised)
-            rates = likely if has_company else measured
-            if likely == measured and not has_company:
+            plausible = plausible_rates(measured, promised)
+            rates = plausible if has_company else measured
+            if plausible == measured and not has_company:
                 _remember(path, rates)
             source = f"measured in {time.perf_counter() - started:.2f} s"
         except Exception as error:  # after any error, the promised rates are good enough
@@ -189,9 +189,11 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _host_bytes(device: torch.device) -> float:
-    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty_like(there, device="cpu", pin_memory=True)
-    return here.nbytes / min(_rounds(lambda: there.copy_(here, non_blocking=True), COPIES_S))
+    device_buffer = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    host_buffer = torch.empty_like(device_buffer, device="cpu", pin_memory=True)
+    return host_buffer.nbytes / min(
+        _rounds(lambda: device_buffer.copy_(host_buffer, non_blocking=True), COPIES_S)
+    )
 
 
 def _rounds(run: Callable[[], object], seconds: float) -> list[float]:

@@ -125,8 +125,8 @@ class PlanCandidate:
         """Return the bytes in use during each stage, including resident data."""
         rows = ChunkRows.equal(self.step.rows)._replace(logits=self.step.sample_rows)
         stages = list(zip(map(min, sizes, rows), self._stages, strict=True))
-        stays = self._resident + max(count * stage.temporaries for count, stage in stages)
-        return [stays + stage.buffers_in(count) for count, stage in stages]
+        fixed = self._resident + max(count * stage.temporaries for count, stage in stages)
+        return [fixed + stage.buffers_in(count) for count, stage in stages]
 
 
 class PlanSearch:

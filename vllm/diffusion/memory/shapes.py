@@ -68,8 +68,8 @@ class LinearBuffers(NamedTuple):
 
     def quant_buffers(self, buffer: Buffer) -> Listed:
         """Return buffers for quantising rows in the model dtype; none for plain weights."""
-        made = stages.quantised_rows(buffer.dtype, *buffer.shape)
-        return made.quantised if self.quantises else ()
+        rows = stages.quantised_rows(buffer.dtype, *buffer.shape)
+        return rows.quantised if self.quantises else ()
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class ArenaWeights(WeightMemory):
         self._arena = vmm.Arena(card, device=index, chunk_bytes=CHUNK_BYTES)
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned once, because pinning takes long
         self._keeps = False
-        end, moved, left = 0, dict[int, torch.Tensor](), 0
+        end, moved, unused_bytes = 0, dict[int, torch.Tensor](), 0
         for owner, name, weight in _weights(model):
             place = moved.get(weight.data_ptr())
             if place is None:
@@ -83,14 +83,14 @@ class ArenaWeights(WeightMemory):
                 place.copy_(weight)
                 moved[weight.data_ptr()] = moved[place.data_ptr()] = place
                 end += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
-                left += weight.nbytes
+                unused_bytes += weight.nbytes
             if name in owner._parameters:
                 owner._parameters[name].data = place  # type: ignore[union-attr]
             else:
                 owner._buffers[name] = place
             # PyTorch caches the previous memory of the weights.
-            if left > MAX_UNUSED_BYTES:
-                left = 0
+            if unused_bytes > MAX_UNUSED_BYTES:
+                unused_bytes = 0
                 torch.cuda.empty_cache()
         self.num_bytes = end
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles Triton's kernels in parallel, before steps would compile them one after another.
 
-Triton compiles a kernel when it is first called, a second or two each unless its cache on disk
-(`TRITON_CACHE_DIR`) has it. Its compiler lets other threads run, so each call gets a thread.
+Triton compiles a kernel when it is first called, which takes a second or two unless its cache on
+disk (`TRITON_CACHE_DIR`) has it. Other threads run while it compiles, so each call gets a thread.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Of each of them a kernel has another tile. Those of experts change at some number of rows and then
-# at twice as many, or more.
+# Row counts for which a kernel has different tiles. Tiles of experts change at some number of rows
+# and then at double that number, or more.
 _HEAD_ROWS = (16, 32, 64, 128)
 _EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
-_ATTENDED_KEYS = (64, 4096)  # at most: of few a sequence is not split
+# Maximum keys of a sequence. Few keys are not split.
+_ATTENDED_KEYS = (64, 4096)
 
 
 def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
     """Compile the Triton kernels of all steps, by calling them.
 
-    A failure is left to the step that needs the kernel, which reports it.
+    A failure is only logged; the step that needs the kernel reports it.
 
     Args:
         model: the loaded model, on a GPU.
@@ -52,26 +53,26 @@ def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
     calls = list(kernel_calls(model, device))
     if not calls:
         return
-    # Triton builds its way to the driver with its first use: once, not in every thread.
+    # Triton builds its driver module at first use. Do it once here, not in every thread.
     _ = importlib.import_module("triton").runtime.driver.active.utils
     with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as threads:
         for done in [threads.submit(_run, call, device) for call in calls]:
             if (error := done.exception()) is not None:
                 logger.debug("a kernel was not compiled ahead", exc_info=error)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # the activation pool counts on what these calls took
+    torch.cuda.empty_cache()  # the activation pool needs the memory that these calls used
 
 
 @torch.inference_mode()
 def _run(call: Callable[[], object], device: torch.device) -> None:
-    with torch.cuda.device(device):  # threads begin with the first one
+    with torch.cuda.device(device):  # new threads begin on the first device
         call()
 
 
 def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Yield calls on zeros, each of which needs Triton kernels that the others do not."""
+    """Yield calls on zeros, each of which needs Triton kernels that the other calls do not need."""
     if model.reads_pages(device):
-        # Rows within one block read the same keys, so that their step needs no blocks.
+        # Rows within one block read the same keys, so a step with such rows needs no blocks.
         grids = (False, True) if model.family.is_block_causal else (False,)
         for max_keys, is_paged, has_blocks in product(_ATTENDED_KEYS, (False, True), grids):
             variant = {"is_paged": is_paged, "has_blocks": has_blocks}
@@ -84,9 +85,8 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
         if model.head_matrix is not None and ops.samples_in_head(x, model.head_matrix):
             yield functools.partial(ops.most_likely_in_head, x, model.head_matrix, ops.Rows())
     layers = model.architecture.expert_layers
-    if (
-        layers and ops.tensor_parallel().num_ranks == 1
-    ):  # else it is summed over ranks, in one order
+    # Several ranks sum the results, and all of them must make these calls in the same order.
+    if layers and ops.tensor_parallel().num_ranks == 1:
         layer = model.layers[max(layers)]
         for rows in _EXPERT_ROWS:
             x = zeros(rows, model.hidden_size)
@@ -101,7 +101,7 @@ def _attend(
     is_paged: bool,
     has_blocks: bool,
 ) -> Tensor:
-    """Attend to one sequence of a page; keys are split where `max_keys` is large."""
+    """Attend to one sequence of a page; keys are split if `max_keys` is large."""
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     rows = torch.zeros(PAGE_SIZE, sum(heads), model.head_dim, dtype=model.dtype, device=device)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A diffusion language model: one transformer, as its configuration describes it.
+"""A diffusion language model: one transformer, as described by its configuration.
 
 Layers are Llama's without a mask; differences between families are facts of their configurations
-(`config.py`). Modules have Llama's names whatever the checkpoint's are. Letters: T rows of the
-packed batch, R rows of a chunk, D hidden size, H and KV query and key/value heads of this rank, hd
-head width, V logit columns.
+(`config.py`). Modules have Llama's names, regardless of the checkpoint's names. Letters: T rows of
+the packed batch, R rows of a chunk, D hidden size, H and KV query and key/value heads of this rank,
+hd head width, V logit columns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class DiffusionModel(Updatable):
-    """The stages of a checkpoint's model; `upstream_model.py` has what upstream asks of it.
+    """The stages of a checkpoint's model; `upstream_model.py` adds upstream's interface.
 
     Attributes:
         family: facts common to all checkpoints of the family.
@@ -58,7 +58,7 @@ class DiffusionModel(Updatable):
         super().__init__()
         config: DiffusionConfig = vllm_config.model_config.hf_config
         quant_config = vllm_config.quant_config
-        # lists of modules have the checkpoint's names
+        # Lists of modules use the checkpoint's names.
         if isinstance(quant_config, ops.SchemeConfig):
             quant_config.use_names(functools.partial(checkpoint_name, config.architecture))
         elif quant_config is not None:
@@ -103,7 +103,7 @@ class DiffusionModel(Updatable):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether its products take rows of fp8; only once the weights are loaded."""
+        """Whether products take rows of fp8; available after the weights are loaded."""
         return self.layers[0].attention.qkv_proj.quantises
 
     @property
@@ -117,16 +117,16 @@ class DiffusionModel(Updatable):
         return self.architecture.scoring.window > 0
 
     def attention_backends(self, device: torch.device) -> list[str]:
-        """Return the names of the backends that may compute its attention on a device."""
+        """Return the names of the backends that may compute attention on a device."""
         backends = available_backends(self.dtype, self.head_dim, device)
         return [backend.name.lower() for backend in backends]
 
     def can_be_captured(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can hold the layers: attention needs no data of the host."""
+        """Whether a CUDA graph can contain the layers: attention needs no data of the host."""
         return can_be_captured(self.dtype, self.head_dim, device)
 
     def reads_pages(self, device: torch.device) -> bool:
-        """Whether attention reads kept keys in their pages, and a graph can hold that too."""
+        """Whether attention reads cached keys in their pages, and a graph can contain that too."""
         return reads_pages(self.dtype, self.head_dim, device)
 
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class DiffusionModel(Updatable):
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
         """Return rotary table rows of positions [T], in `buffers` if given.
 
-        Positions count from their sequence's start.
+        Positions count from the start of their sequence.
         """
         dtype = torch.float32 if self.architecture.rotates_in_fp32 else self.dtype
         of_positions = positions, self.rotary_frequencies
@@ -146,21 +146,21 @@ class DiffusionModel(Updatable):
 
     def final_norm(self, x: Tensor, buffers: Buffers | None = None) -> Tensor:
         """Apply the last norm to x [R, D]; the result is in `buffers` if given."""
-        listed, _ = stages.head(self.dtype, self.hidden_size, self.num_columns)
-        out = listed.take(buffers or FreshBuffers(x.device), len(x))
+        buffer, _ = stages.head(self.dtype, self.hidden_size, self.num_columns)
+        out = buffer.take(buffers or FreshBuffers(x.device), len(x))
         normed: Tensor = self.model.norm(x, out=out)
         return normed
 
     @functools.cached_property
     def head(self) -> ops.Projection:
-        """The output head; only once the weights are loaded."""
+        """The output head; available after the weights are loaded."""
         return ops.projection_of(self.lm_head)
 
     @property
     def head_matrix(self) -> Tensor | None:
         """Output matrix [V, D] if logits are its product with normed hidden states.
 
-        None where logits are also scaled, or where this rank does not have all columns.
+        None if logits are also scaled, or if this rank does not have all columns.
         """
         if self.num_columns < self.vocab_size or self.architecture.logits_scale != 1.0:
             return None
@@ -175,11 +175,11 @@ class DiffusionModel(Updatable):
 
         Returns:
             [R, columns of this rank], the model dtype; column j is token `vocab_start` + j.
-            The padding of the head's matrix is not among them.
+            The padding columns of the head's matrix are not included.
         """
         buffers = buffers or FreshBuffers(hidden_states.device)
-        _, listed = stages.head(self.dtype, self.hidden_size, self.num_columns)
-        out = listed.take(buffers, len(hidden_states))
+        _, buffer = stages.head(self.dtype, self.hidden_size, self.num_columns)
+        out = buffer.take(buffers, len(hidden_states))
         self.head.project(hidden_states, out, buffers, slice(0, self.num_columns))
         scale = self.architecture.logits_scale
         return out if scale == 1.0 else out.mul_(scale)

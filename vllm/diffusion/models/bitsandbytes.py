@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """nf4 checkpoints of bitsandbytes (QLoRA, arXiv:2305.14314), dequantised as they are read.
 
-A matrix is `weight` [N K / 2, 1], two numbers a byte, the first in the high half; beside it are
-`weight.absmax`, the scales of blocks of neighbours, `weight.quant_map` [16], the values of the 16
-codes, and JSON in `weight.quant_state.bitsandbytes__nf4`. Scales may be bytes themselves: then they
-are indices into `weight.nested_quant_map` [256], times `weight.nested_absmax`, one for each
+A matrix is `weight` [N K / 2, 1], two numbers per byte, the first in the high half. Further tensors
+are `weight.absmax`, the scales of blocks of neighbours, `weight.quant_map` [16], the values of the
+16 codes, and JSON in `weight.quant_state.bitsandbytes__nf4`. Scales may also be bytes. Then they
+are indices into `weight.nested_quant_map` [256], multiplied by `weight.nested_absmax`, one for each
 `nested_blocksize` of them, plus `nested_offset`.
 
-The largest number of a block is 1 or -1, so layers that quantise again in groups of a block find
+The largest number of a block is 1 or -1, so layers that quantise again in groups of a block compute
 equal scales and numbers.
 """
 
@@ -30,10 +30,10 @@ _STATE = "quant_state.bitsandbytes__nf4"
 
 
 def widened(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, with each nf4 matrix as one [N, K] fp32 once all its parts have come.
+    """Yield the tensors; each nf4 matrix becomes one [N, K] fp32 tensor when it is complete.
 
     Raises:
-        CheckpointError: some tensors of a matrix never come, or say what cannot be.
+        CheckpointError: some tensors of a matrix are missing, or contradict each other.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
@@ -56,10 +56,10 @@ def widened(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def _is_complete(parts: dict[str, Tensor]) -> bool:
-    wanted = {"", "absmax", "quant_map", _STATE}
+    required = {"", "absmax", "quant_map", _STATE}
     if "absmax" in parts and parts["absmax"].dtype == torch.uint8:
-        wanted |= {"nested_absmax", "nested_quant_map"}
-    return wanted <= parts.keys()
+        required |= {"nested_absmax", "nested_quant_map"}
+    return required <= parts.keys()
 
 
 def _matrix(path: str, parts: dict[str, Tensor]) -> Tensor:

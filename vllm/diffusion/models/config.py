@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of a diffusion language model, checked and completed, and facts derived from it.
 
-Each family has one class. The model that is built and the plan of its memory both use its
-`Architecture`. Releases of different families share a model type (released LLaDA-MoE configurations
-say "llada"), so `from_dict` of every class dispatches on `architectures` first.
+Each family has one class. The model and its memory plan both use the `Architecture` of that class.
+Releases of different families share a model type (released LLaDA-MoE configurations have "llada"),
+so `from_dict` of every class selects the class by `architectures` first.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ class RouterScoring(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Facts in which families differ; the defaults are Llama's.
+    """The facts that differ between families; the defaults are Llama's.
 
     Attributes:
-        num_embeddings: rows of the embedding and of the head.
+        num_embeddings: number of rows of the embedding and of the head.
         rotary_dim: number of rotated channels of a head, the first ones.
-        rotates_in_fp32: queries and keys are rotated in fp32, else in the model dtype.
-        yarn: how rotary frequencies differ from those of `rope_theta`; None for not at all.
+        rotates_in_fp32: whether queries and keys are rotated in fp32 instead of the model dtype.
+        yarn: YaRN parameters that change the rotary frequencies of `rope_theta`; None for none.
         query_growth: factor of queries that grows with their position; None for none.
         has_qkv_bias, has_bias: whether the projections of queries, keys and values have biases;
-            whether all other products have.
+            whether all other products have biases.
         norms_each_head, norms_all_heads: whether queries and keys are normed, each head alone or
             all heads together.
         max_qkv: bound of the magnitude of elements of queries, keys and values; None for none.
         embedding_scale, logits_scale: factors of the embeddings and of the logits.
-        dense_width: width of the MLPs without experts; 0 where every layer has experts.
-        expert_layers: indices of the layers with experts, `num_experts` of them and
-            `num_experts_per_tok` for a row.
+        dense_width: width of the MLPs without experts; 0 if every layer has experts.
+        expert_layers: indices of the layers with experts. They have `num_experts` experts, and
+            `num_experts_per_tok` of them per row.
         expert_width, shared_expert_width: width of an expert, and of the shared expert, if any.
         scoring: choice and weighting of experts.
         expert_bias_of: the module whose tensor `expert_bias` shifts the choice of experts, if any:
             "mlp" or "mlp.gate".
         has_fused_qkv: whether `self_attn.qkv_proj` is one tensor of the checkpoint.
         layer_names: name of every layer in the checkpoint.
-        module_names: names of modules in the checkpoint where they are not Llama's, by Llama's: of
-            the whole model first, then within a layer.
+        module_names: maps Llama's module names to different names in the checkpoint: first modules
+            of the whole model, then modules of a layer.
     """
 
     num_embeddings: int
@@ -91,7 +91,7 @@ class Architecture(NamedTuple):
     module_names: Mapping[str, str] = MappingProxyType({})
 
     def growth_within(self, max_model_len: int) -> QueryGrowth | None:
-        """Return the growth of queries, where it is felt among that many positions.
+        """Return the growth of queries if it changes any of `max_model_len` positions, else None.
 
         A sequence ends with a whole block, so it may be twice as long as prompt and answer.
         """
@@ -101,13 +101,13 @@ class Architecture(NamedTuple):
     def joins_shared_expert(self, *, is_quantised: bool) -> bool:
         """Whether the shared expert is stored with the others.
 
-        This needs a width equal to theirs, and no quantisation.
+        This requires the same width as the others, and no quantisation.
         """
         return not is_quantised and 0 < self.shared_expert_width == self.expert_width
 
 
 class DiffusionConfig(PreTrainedConfig):
-    """Base of the configuration classes, with their common facts under one name."""
+    """Base of the configuration classes; gives their common facts the same names."""
 
     has_no_defaults_at_init: ClassVar[bool] = True
     block_length_key: ClassVar[str] = "block_size"
@@ -127,7 +127,7 @@ class DiffusionConfig(PreTrainedConfig):
         num_experts_per_tok: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Inherit `__init__`, which transformers would replace by one without checks."""
+        """Keep the inherited `__init__`, because transformers would generate one without checks."""
         has_own = "__init__" in vars(cls)
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         if not has_own:
@@ -135,26 +135,26 @@ class DiffusionConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the configuration of the checkpoint's architecture, whatever class is asked.
+        """Build the configuration for the checkpoint's architecture, whichever class is called.
 
-        Returns the configuration (with the unused keyword arguments where
-        `return_unused_kwargs` is true, as in transformers).
+        Returns the configuration; with `return_unused_kwargs` also the unused keyword arguments, as
+        in transformers.
 
         Raises:
-            ModelConfigError: no architecture of the list is one that we run, or the
-                configuration of that architecture is refused.
+            ModelConfigError: no architecture of the list is supported, or the configuration of that
+                architecture is refused.
         """
         target = _class_of(config_dict, default=cls)
         return super(DiffusionConfig, target).from_dict(config_dict, **kwargs)
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Keys of config.json that the class reads, or knows to change nothing."""
+        """Return the keys of config.json that the class reads, or that it ignores as harmless."""
         return frozenset((cls.block_length_key,))
 
     @property
     def unknown_keys(self) -> tuple[str, ...]:
-        """Keys of config.json that nothing here reads, and that may change a forward."""
+        """Keys of config.json that no code here reads and that may affect the forward pass."""
         return unknown_keys(vars(self), self.known_keys())
 
     @property
@@ -166,7 +166,7 @@ class DiffusionConfig(PreTrainedConfig):
 
     @property
     def block_length(self) -> int:
-        """Positions of a block if a request gives none; in block-causal families."""
+        """Default block length in positions, in block-causal families."""
         return int(getattr(self, self.block_length_key, None) or DEFAULT_BLOCK_LENGTH)
 
     @property
@@ -183,14 +183,15 @@ class DiffusionConfig(PreTrainedConfig):
 def config_classes() -> dict[str, type[DiffusionConfig]]:
     """Return the configuration class to register for each `model_type`.
 
-    Where two families share a type, the first family's class is taken.
+    If two families share a type, the first family's class is registered.
     """
     classes: dict[str, type[DiffusionConfig]] = {}
     for family in FAMILIES:
         config_class = config_class_of(family)
         for model_type in family.model_types:
             if model_type not in classes:
-                # transformers warns where a class has another model type than it is registered for
+                # transformers warns if a class is registered for a different model type than its
+                # own
                 named = {"model_type": model_type, "__module__": config_class.__module__}
                 is_own = config_class.model_type == model_type
                 classes[model_type] = (
@@ -200,7 +201,7 @@ def config_classes() -> dict[str, type[DiffusionConfig]]:
 
 
 def config_class_of(family: Family) -> type[DiffusionConfig]:
-    """Return the configuration class that a family's record names."""
+    """Return the configuration class of a family."""
     module, _, name = family.config_class.partition(":")
     config_class: type[DiffusionConfig] = getattr(import_module(module), name)
     return config_class

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of config.json that the families share. All raise ModelConfigError."""
+"""Checks of config.json that the families share. All of them raise ModelConfigError."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def refuse(values: Mapping[str, Any], key: str, wanted: str) -> NoReturn:
-    """Refuse the value of `key`; `wanted` says in words what would be accepted."""
+    """Refuse the value of `key`; `wanted` describes the accepted values."""
     raise ModelConfigError(key, values.get(key), wanted)
 
 
 def check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> None:
-    """Check that the value is a number above 0, and an integer where `whole` is true."""
+    """Check that the value is a number above 0, and an integer if `whole` is true."""
     value: Any = values.get(key)
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or value <= 0:
@@ -26,7 +26,7 @@ def check_positive(values: Mapping[str, Any], key: str, whole: bool = True) -> N
 
 
 def check_only(values: Mapping[str, Any], only: Mapping[str, bool | str]) -> None:
-    """Check that the keys of `only` that are there have the value given there."""
+    """Check that each key of `only` is absent or has the given value."""
     for key, wanted in only.items():
         if values.get(key, wanted) != wanted:
             refuse(values, key, f"only {_json(wanted)} is supported")
@@ -35,7 +35,7 @@ def check_only(values: Mapping[str, Any], only: Mapping[str, bool | str]) -> Non
 def check_mask_id(values: Mapping[str, Any], size_key: str = "vocab_size") -> None:
     """Check that the mask token, if given, is a row of the embedding, which `size_key` counts.
 
-    Where it is not given, the tokenizer has it.
+    Without it in config.json, the tokenizer defines the mask token.
     """
     key = "mask_token_id"
     token, size = values.get(key), values[size_key]
@@ -51,7 +51,7 @@ def head_width(
 ) -> int:
     """Return the width of a head: `head_dim`, or if null the hidden size over the heads.
 
-    It must be even, and the number of key/value heads must divide that of heads.
+    The width must be even, and the number of key/value heads must divide the number of heads.
     """
     width, heads, head_dim = values[width_key], values[heads_key], values.get("head_dim")
     if head_dim is None:
@@ -87,7 +87,7 @@ def _json(value: bool | str) -> str:
 
 
 def check_quantised_experts(values: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose experts are quantised in a form that is not read."""
+    """Refuse a checkpoint whose experts are quantised in an unsupported format."""
     config = values.get("quantization_config")
     if config is not None and not stores_experts(scheme_of(None, config)):
         refuse(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of config.json that no class of ours reads: which are harmless, and which are refused.
+"""Keys of config.json that no configuration class reads: harmless ones and refused ones.
 
-A key of a checkpoint's config.json is read by the family's class, or stands in one of these two
-tables, or is unknown. What a class reads are its `DEFAULTS`, `ONLY` and `SIZES`.
+A key of a checkpoint's config.json is read by the family's class, or is in one of these two tables,
+or is unknown. A class reads the keys in its `DEFAULTS`, `ONLY` and `SIZES`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.diffusion.models.rope_keys import OUR_LAYERS, ROPE_KEYS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-# Read for every family, by its class, by upstream or by `served_model`.
+# Keys read for every family, by its class, by upstream or by `served_model`.
 READ = frozenset(
     (
         *("architectures", "model_type", "dtype", "torch_dtype", "quantization_config"),
@@ -24,7 +24,7 @@ READ = frozenset(
     )
 )
 
-# They act in training, in generation by transformers, or describe the file.
+# Keys for training, for generation by transformers, or that describe the file.
 _HARMLESS = """
     auto_map chunk_size_feed_forward id2label is_decoder label2id name_or_path num_labels
     output_attentions output_hidden_states problem_type return_dict task_specific_params
@@ -56,9 +56,9 @@ _NO = (None, 0)
 _ONE = (None, 1)
 _SILU = (None, "silu", "swish")
 
-# They change the forward of other models: values with which it is like one of ours.
+# Keys that affect the forward pass of other models, with the values that make no difference.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # Who sees whom, and by which positions.
+    # Attention masks and positions.
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), (None,)),
     **dict.fromkeys(("sliding_window_pattern", "no_rope_layers", "nope_layers"), (None,)),
     **dict.fromkeys(("no_rope_layer_interval", "mrope_section", "rope_local_base_freq"), (None,)),
@@ -95,7 +95,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), _SILU),
     **dict.fromkeys(("activation_type", "activation"), _SILU),
     "swiglu_limit": (None,),
-    # Experts, and layers unlike the others.
+    # Experts, and layers that differ from the others.
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _NO),
     **dict.fromkeys(("shared_expert_intermediate_size", "num_shared_experts"), _NO),
     **dict.fromkeys(("n_shared_experts", "expert_capacity", "num_nextn_predict_layers"), _NO),
@@ -108,9 +108,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_foreign(values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse keys that change other models' forwards, as far as a class does not know them.
+    """Refuse keys that affect other models' forward passes, unless a class reads them.
 
     Raises:
+        ModelConfigError: names the key, its value and the accepted values.
         ModelConfigError: naming the key, its value and what would be accepted.
     """
     if any(kind != OUR_LAYERS for kind in values.get("layer_types") or ()):
@@ -123,6 +124,6 @@ def check_foreign(values: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def unknown_keys(values: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys, in order, that neither a class nor a table knows."""
+    """Return the keys, in order, that are in neither `known` nor a table."""
     others = {*values} - {*known} - READ - HARMLESS - NEUTRAL.keys()
     return tuple(sorted(key for key in others if not key.startswith("_")))

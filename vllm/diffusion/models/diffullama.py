@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffuLLaMA (Gong et al. 2024, arXiv:2410.17891), whose checkpoints claim to be Llama's.
+"""DiffuLLaMA (Gong et al. 2024, arXiv:2410.17891), whose checkpoints have Llama's model type.
 
 The model is Llama without its causal mask. The logits of row i predict the token at position i + 1,
-as in the model that it was trained from. A mask token, of config.json or of the tokenizer,
-distinguishes a checkpoint from Llama's (`models/llamas.py`); any other llama is left to upstream.
+as in the model that it was trained from. A mask token in config.json or in the tokenizer
+distinguishes a checkpoint from Llama's (`models/llamas.py`); upstream runs all other Llama
+checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vllm.diffusion.models.standard_config import StandardConfig
 
 
 class DiffuLlamaConfig(StandardConfig):
-    """config.json of DiffuLLaMA: Llama's; see `StandardConfig`."""
+    """config.json of DiffuLLaMA, with Llama's keys; see `StandardConfig`."""
 
     model_type: ClassVar[str] = "llama"
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for drafts that lies beside a checkpoint's weights, in PEFT's format.
+"""Loads the adapter for drafts from a checkpoint's folder, in PEFT's format.
 
-The folder `linear_spec_lora` of Nemotron-Labs-Diffusion: a LoRA of the products behind attention.
+It is the folder `linear_spec_lora` of Nemotron-Labs-Diffusion: a LoRA of the output projections of
+attention.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = init_logger(__name__)
 
 
 def load_draft_adapter(model: DiffusionModel, checkpoint: str) -> None:
-    """Give the layers the adapter of a checkpoint's folder, where it has one; before their use.
+    """Set the layers' draft adapter from a checkpoint's folder, if it has one, before first use.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape.
@@ -45,7 +46,7 @@ def load_draft_adapter(model: DiffusionModel, checkpoint: str) -> None:
 
 
 def _adapter(model: DiffusionModel, tensors: Any, path: str, scale: float) -> DraftAdapter:
-    width = model.num_heads * model.head_dim  # of this rank
+    width = model.num_heads * model.head_dim  # width of this rank's heads
     num_ranks = model.config.num_attention_heads // model.num_heads
     names = [f"{path}.lora_{part}.weight" for part in "AB"]
     missing = [name for name in names if name not in tensors.keys()]  # noqa: SIM118
@@ -53,9 +54,9 @@ def _adapter(model: DiffusionModel, tensors: Any, path: str, scale: float) -> Dr
         raise CheckpointError(f"{FOLDER}: missing {', '.join(missing)}")
     down, up = (tensors.get_tensor(name) for name in names)
     shapes = (tuple(down.shape), tuple(up.shape))
-    wanted = ((up.shape[1], num_ranks * width), (model.hidden_size, down.shape[0]))
-    if shapes != wanted:
-        raise CheckpointError(f"{path}: lora_A and lora_B: given {shapes}, wanted {wanted}")
+    expected = ((up.shape[1], num_ranks * width), (model.hidden_size, down.shape[0]))
+    if shapes != expected:
+        raise CheckpointError(f"{path}: lora_A and lora_B: given {shapes}, wanted {expected}")
     start = get_tensor_model_parallel_rank() * width
     device = model.rotary_frequencies.device
     return DraftAdapter(

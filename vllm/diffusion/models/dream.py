@@ -2,8 +2,8 @@
 """Dream (Ye et al. 2025, arXiv:2508.15487), and checkpoints of its architecture.
 
 A Qwen2 transformer without its causal mask: grouped heads, biases on queries, keys and values, and
-rotary tables in the model dtype. The logits of row i predict the token at position i + 1; they are
-computed unshifted, and readers take the row before (`Family.logit_shift`).
+rotary tables in the model dtype. The logits of row i predict the token at position i + 1. They are
+computed without a shift, and consumers read the previous row (`Family.logit_shift`).
 """
 
 from __future__ import annotations

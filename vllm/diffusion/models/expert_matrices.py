@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked matrices of all experts of a layer, for each way to store them."""
+"""Stacked matrices of all experts of a layer, with one class per storage format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     ExpertScheme: TypeAlias = Fp8Scheme | PackedScheme
 
-_PARTS = ("weight_scale", "weight_zero", "table")  # of packed matrices, besides the numbers
+# Tensors of packed matrices in addition to the numbers.
+_PARTS = ("weight_scale", "weight_zero", "table")
 
 
 class ExpertMatrices(nn.Module):
@@ -34,14 +35,14 @@ class ExpertMatrices(nn.Module):
 
     Args:
         num_experts: E.
-        num_parts: matrices stacked by rows.
+        num_parts: number of matrices stacked by rows.
         shape: [out, in] of a matrix of the whole model.
         sharded_dim: index of the experts' width in `shape`.
-        scheme: how matrices are stored; None for the model dtype.
+        scheme: storage format of the matrices; None for the model dtype.
 
     Raises:
-        ServerConfigError: the tensor-parallel size does not divide the width, or leaves one that
-            the matrices cannot be stored with.
+        ServerConfigError: the tensor-parallel size does not divide the width, or the resulting
+            width does not fit the storage format.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ExpertMatrices(nn.Module):
 
     @property
     def matrices(self) -> ops.ExpertWeights:
-        """The matrices in the type that products take."""
+        """The matrices in the type that the products require."""
         return ops.DenseExperts(self.weight.data)
 
     def _put(self, expert: int, rows: slice, matrix: Tensor) -> None:
@@ -98,7 +99,7 @@ class ExpertMatrices(nn.Module):
         return expert, slice(part * self.rows, (part + 1) * self.rows)
 
     def _add_quantised(self, values: Tensor) -> None:
-        """Add a quantised weight, which fewer bytes represent."""
+        """Add a quantised weight, stored in fewer bytes than its numbers need."""
         self._add_weight(values)
         num_experts, num_rows, depth = self.size
 
@@ -111,7 +112,7 @@ class ExpertMatrices(nn.Module):
 
 
 class Fp8Matrices(ExpertMatrices):
-    """Experts' matrices in fp8, with a scale a row."""
+    """Experts' matrices in fp8, with one scale per row."""
 
     def _make(self) -> None:
         assert isinstance(self.scheme, Fp8Scheme)
@@ -144,7 +145,7 @@ class Fp8Matrices(ExpertMatrices):
 
 
 class PackedExpertMatrices(ExpertMatrices):
-    """Experts' matrices in 4 bits, grouped along the depth, with memory to unpack a layer's."""
+    """Experts' matrices in 4 bits, grouped along the depth, with memory to unpack a layer."""
 
     def _make(self) -> None:
         assert isinstance(self.scheme, PackedScheme)
@@ -176,7 +177,7 @@ def expert_matrices(
     sharded_dim: int,
     scheme: ExpertScheme | None,
 ) -> ExpertMatrices:
-    """Make matrices stored by a scheme; the other arguments are those of `ExpertMatrices`."""
+    """Create matrices stored by a scheme; the other arguments are those of `ExpertMatrices`."""
     kind = ExpertMatrices
     if scheme is not None:
         kind = Fp8Matrices if isinstance(scheme, Fp8Scheme) else PackedExpertMatrices
@@ -184,10 +185,10 @@ def expert_matrices(
 
 
 def scheme_of_experts(quant_config: QuantizationConfig | None, prefix: str) -> ExpertScheme | None:
-    """Return how the expert matrices of a module are stored; None for the model dtype.
+    """Return the storage format of a module's expert matrices; None for the model dtype.
 
     Raises:
-        ServerConfigError: in a way that experts have not.
+        ServerConfigError: the format is not supported for experts.
     """
     if quant_config is None:
         return None

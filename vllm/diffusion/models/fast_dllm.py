@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast-dLLM v2 (Wu et al. 2025, arXiv:2509.26328).
 
-A Qwen2.5 transformer under a block-causal mask, with biases on queries, keys and values. The logits
-of row i predict the token at position i + 1, as in the model that it was trained from.
+A Qwen2.5 transformer with a block-causal mask, and with biases on queries, keys and values. The
+logits of row i predict the token at position i + 1, as in the model that it was trained from.
 """
 
 from __future__ import annotations

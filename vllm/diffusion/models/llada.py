@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaDA (Nie et al. 2025, arXiv:2502.09992), and checkpoints of its architecture.
 
-A Llama-like transformer without a causal mask, with names of its own in config.json and in the
+A Llama-like transformer without a causal mask, with different names in config.json and in the
 checkpoint. Logits at a position predict the token at that position.
 """
 
@@ -48,16 +48,16 @@ class LLaDAConfig(DiffusionConfig):
     """config.json of LLaDA.
 
     The names of the public LLaDA configuration are primary. A name of `attribute_map` (the usual
-    Hugging Face names) is accepted in its place where the LLaDA name is absent, and always works
-    as an attribute. A key that is absent takes the default of the public configuration class,
-    except for the five keys of `REQUIRED`, whose defaults describe another architecture (GPT-2's)
-    and must therefore be written out, and for special tokens, which are then the tokenizer's.
+    Hugging Face names) is accepted if the LLaDA name is absent, and always works as an attribute.
+    An absent key takes the default of the public configuration class, with two exceptions. The five
+    keys of `REQUIRED` must be given, because their defaults describe another architecture
+    (GPT-2's). Special tokens come from the tokenizer.
 
     After construction `embedding_size` (rows of the embedding and of the head), `n_kv_heads`,
     `mlp_hidden_size` and `head_dim` are integers: null has been resolved.
 
     Raises:
-        ModelConfigError: naming the key, its value and what would be accepted.
+        ModelConfigError: names the key, its value and the accepted values.
     """
 
     model_type: ClassVar[str] = "llada"
@@ -104,7 +104,8 @@ class LLaDAConfig(DiffusionConfig):
         "vocab_size": 50257,
         "embedding_size": 50304,
     }
-    # No shape of a tensor shows that the value of an alias is not the one that counts.
+    # Aliases that must not contradict the primary name, because no tensor's shape would
+    # reveal which of the two values is right.
     UNSEEN: ClassVar[tuple[str, ...]] = (
         *("num_attention_heads", "num_key_value_heads", "hidden_act", "tie_word_embeddings"),
     )
@@ -124,13 +125,13 @@ class LLaDAConfig(DiffusionConfig):
 
     def __init__(self, **values: Any) -> None:
         read_rope(values)
-        given = _primary_names(values, self.attribute_map, self.UNSEEN)
+        primary = _primary_names(values, self.attribute_map, self.UNSEEN)
         for key, wanted in self.REQUIRED.items():
-            if given.get(key) is None:
+            if primary.get(key) is None:
                 raise ModelConfigError(key, None, f"it must be given explicitly: {wanted}")
-        if given.get("rope_theta") is None:
-            given.pop("rope_theta", None)  # null is the default
-        complete = _resolve_nulls({**self.DEFAULTS, **given})
+        if primary.get("rope_theta") is None:
+            primary.pop("rope_theta", None)  # null means the default
+        complete = _resolve_nulls({**self.DEFAULTS, **primary})
         _check_supported(complete)
         check_foreign(complete, self.known_keys())
         _check_shapes(complete)
@@ -169,9 +170,9 @@ class LLaDAConfig(DiffusionConfig):
 def _primary_names(
     values: Mapping[str, Any], aliases: Mapping[str, str], unseen: Collection[str]
 ) -> dict[str, Any]:
-    """Rename each alias to its primary name; where both are given, the primary one counts.
+    """Rename each alias to its primary name; if both are given, the primary name counts.
 
-    An alias of `unseen` that says something else is refused.
+    An alias in `unseen` with a different value is refused.
     """
     primary = {key: value for key, value in values.items() if key not in aliases}
     for alias, name in aliases.items():
@@ -203,7 +204,7 @@ def _resolve_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_supported(values: Mapping[str, Any]) -> None:
-    """Refuse every option of the public configuration class that the forward does not have."""
+    """Refuse every option of the public configuration class that is not supported."""
     only: dict[str, bool | str] = {
         "block_type": "llama",
         "activation_type": "silu",
@@ -217,7 +218,7 @@ def _check_supported(values: Mapping[str, Any]) -> None:
         refuse(values, "attention_layer_norm_with_affine", "only true is supported")
     norm_bias = values["bias_for_layer_norm"]
     if norm_bias or (norm_bias is None and values["include_bias"]):
-        # null follows include_bias
+        # Null follows include_bias.
         refuse(values, "bias_for_layer_norm", "only false is supported")
     if values.get("clip_qkv") is not None:
         refuse(values, "clip_qkv", "only null is supported")

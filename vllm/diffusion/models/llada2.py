@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaDA2.0 and 2.1 (Bie et al. 2025, arXiv:2512.15745), mini and flash.
 
-Llama's layers under a block-causal mask: queries, keys and values in one matrix, a norm of each
-query and key head, of whose channels only some are rotated, and experts in all layers but the first
-ones. A router in fp32 chooses among groups of experts; one more expert takes every row. Logits at a
-position predict the token at that position.
+Llama's layers with a block-causal mask. Queries, keys and values are one matrix, each query and key
+head has a norm, only some channels of a head are rotated, and all layers except the first ones have
+experts. A router in fp32 chooses among groups of experts; a shared expert processes every row.
+Logits at a position predict the token at that position.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class LLaDA2Config(StandardConfig):
     """config.json of LLaDA2; see `StandardConfig`.
 
-    Sizes must be written out; options that are absent or null take the value of the released
-    models. The mask token is the tokenizer's.
+    Sizes must be given explicitly; options that are absent or null take the value of the released
+    models. The tokenizer defines the mask token.
     """
 
     model_type: ClassVar[str] = "llada2_moe"
@@ -102,12 +102,12 @@ class LLaDA2Config(StandardConfig):
         self.check_routing(values)
 
     def check_routing(self, values: dict[str, Any]) -> None:
-        """Check among which experts a row may choose."""
+        """Check the keys that limit the choice of experts."""
         _check_groups(values)
 
     @property
     def scoring(self) -> RouterScoring:
-        """How rows choose and weigh experts."""
+        """The choice and weighting of experts."""
         return RouterScoring(
             is_sigmoid=True,
             num_groups=self.n_group,

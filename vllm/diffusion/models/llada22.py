@@ -2,9 +2,9 @@
 """LLaDA2.2 (Bie et al. 2025, arXiv:2512.15745), mini and flash.
 
 LLaDA2's layers, in which rows choose their experts by blocks: the rows of a window of `block_size`
-positions choose among the `expert_capacity` experts that any of them scores highest. Architecture
-and model type are those of LLaDA2.0; `expert_capacity` distinguishes them. Two tokens, whose ids
-stand in config.json alone, delete and insert.
+positions choose among the `expert_capacity` experts with the highest score of any of them.
+Architecture and model type are those of LLaDA2.0; `expert_capacity` distinguishes the two. Two
+tokens, whose ids are only in config.json, delete and insert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LLaDA22Config(LLaDA2Config):
     """config.json of LLaDA2.2; see `LLaDA2Config`.
 
-    The groups of experts that released files still name are not used.
+    Released files still name groups of experts, which are not used.
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {

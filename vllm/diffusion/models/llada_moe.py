@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaDA-MoE (Zhu et al. 2025, arXiv:2509.24389), and checkpoints of its architecture.
 
-Llama's layers without a causal mask, with a norm of each query and key head and with experts in
-the place of most MLPs. Logits at a position predict the token at that position.
+Llama's layers without a causal mask, with a norm of each query and key head, and with experts in
+place of most MLPs. Logits at a position predict the token at that position.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class LLaDAMoEConfig(StandardConfig):
     """config.json of LLaDA-MoE; see `StandardConfig`.
 
-    Sizes must be written out; options that are absent or null take the value of the released
-    models. `moe_layer_freq` says which layers have experts: a list of a 0 or 1 per layer, or a
-    number n for "every n-th layer, from the first on" (0: none, absent: all).
+    Sizes must be given explicitly; options that are absent or null take the value of the released
+    models. `moe_layer_freq` selects the layers with experts: a list with 0 or 1 per layer, or a
+    number n for every n-th layer, starting with the first (0: none, absent: all).
     """
 
     model_type: ClassVar[str] = "lladamoe"
@@ -57,7 +57,7 @@ class LLaDAMoEConfig(StandardConfig):
         "moe_router_score_function": "softmax",
         "moe_router_enable_expert_bias": False,
     }
-    # The public forward never normalises the weights of experts.
+    # The public forward never normalises the weights of experts, so this key has no effect.
     HARMLESS: ClassVar[tuple[str, ...]] = (*StandardConfig.HARMLESS, "norm_topk_prob")
     ONLY: ClassVar[dict[str, bool | str]] = {
         **StandardConfig.ONLY,

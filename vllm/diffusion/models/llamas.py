@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of model type "llama" that are of a family of ours: DiffuLLaMA, Stable-DiffCoder."""
+"""Checkpoints of model type "llama" that belong to our families DiffuLLaMA or Stable-DiffCoder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def register_llama(model: ModelConfig) -> None:
-    """Turn the configuration of such a checkpoint into ours; leave any other llama as it is.
+    """Convert the configuration of such a checkpoint to ours; keep any other Llama as it is.
 
-    Its architecture says which family it is of (that of `--hf-overrides`, where given); a plain
-    llama with a mask token is DiffuLLaMA's.
+    The architecture (from `--hf-overrides`, if given) determines the family. A plain Llama with a
+    mask token is a DiffuLLaMA.
 
     Raises:
-        ModelConfigError: it is ours, and asks for what its forward does not have.
+        ModelConfigError: it belongs to our families, but requires an unsupported forward pass.
     """
     config = model.hf_config
     if isinstance(config, DiffusionConfig):
-        config.from_dict(config.to_dict())  # refuses what --hf-overrides have set since
+        config.from_dict(config.to_dict())  # refuses values that --hf-overrides have set since
         return
     if model.runner_type != "generate":
         return
@@ -50,7 +50,7 @@ def register_llama(model: ModelConfig) -> None:
 
 
 def _values(model: ModelConfig) -> dict[str, Any]:
-    """Return the configuration as config.json has it.
+    """Return the original values of config.json.
 
     transformers adds the ids of Llama's special tokens, and rewrites the rotary keys.
     """
@@ -59,7 +59,7 @@ def _values(model: ModelConfig) -> dict[str, Any]:
     overrides = model.hf_overrides
     if not file or not isinstance(overrides, dict):
         return values
-    changed = (*overrides, "quantization_config")  # which upstream may read from another file
+    changed = (*overrides, "quantization_config")  # upstream may read it from another file
     return {**file, **{key: values[key] for key in changed if key in values}}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a mixture of experts, by the names of Qwen3-MoE's checkpoints."""
+"""Weights of a mixture of experts, with the names of Qwen3-MoE's checkpoints."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class MixtureMLP(nn.Module):
     """Router and experts of one layer, with the shared expert if there is one.
 
     The experts' matrices are stacked, so that one grouped product multiplies by all of them. The
-    shared expert is the first of them if it is as wide and nothing is quantised: it is then
-    computed while the others are read.
+    shared expert is the first in the stack if it is as wide as the others and nothing is quantised.
+    Then it is computed while the other experts are read.
 
     Raises:
-        ServerConfigError: the model is to be quantised in a way that experts have not.
+        ServerConfigError: the requested quantisation is not supported for experts.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MixtureMLP(nn.Module):
         )
         self.expert_bias_of = architecture.expert_bias_of
         if self.expert_bias_of is not None:
-            # fp32: the choice is made in fp32, and the bias matters in its small differences
+            # fp32, because the choice is made in fp32 and small differences of the bias matter
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             owner = self.gate if self.expert_bias_of == "mlp.gate" else self
             owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
@@ -77,7 +77,7 @@ class MixtureMLP(nn.Module):
         return getattr(self.gate, "expert_bias", None) if bias is None else bias
 
     def stage(self, norm: RMSNorm) -> ExpertsMLP:
-        """Make the stage over these weights, once they are loaded."""
+        """Create the stage over these weights, after they are loaded."""
         return ExpertsMLP(
             norm,
             self.gate.weight,
@@ -112,8 +112,8 @@ def unstacked(
 ) -> Iterator[tuple[str, Tensor]]:
     """Split the stacked experts of a fused checkpoint into views, one for each matrix.
 
-    Fused checkpoints hold `mlp.w1` [E, 2I, D], the gate's rows first, and `mlp.w2` [E, D, I].
-    Scales of the experts' rows are left out: experts multiply rows as they are.
+    Fused checkpoints contain `mlp.w1` [E, 2I, D], the gate's rows first, and `mlp.w2` [E, D, I].
+    Scales of the experts' input rows are skipped, because experts multiply unscaled rows.
 
     Raises:
         CheckpointError: a stacked tensor has another shape.

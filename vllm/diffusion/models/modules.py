@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a layer, by Llama's names, as a configuration describes them.
+"""Weights of a layer, with Llama's names, as described by a configuration.
 
-Only q, k, v are fused, and gate, up; whatever a checkpoint calls its tensors, `destinations` gives
-their places by Llama's names.
+Only q, k and v are fused, and gate and up. `destinations` maps the checkpoint's modules to these
+places, by Llama's names.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AttentionWeights(nn.Module):
             self.k_norm = AllHeadsRMSNorm(kv_heads, config.head_dim, config.rms_norm_eps)
 
     def stage(self, norm: RMSNorm) -> SelfAttention:
-        """Make the stages over these weights, once they are loaded."""
+        """Create the stages over these weights, after they are loaded."""
         return SelfAttention(
             norm,
             ops.projection_of(self.qkv_proj),
@@ -105,7 +105,7 @@ class AttentionWeights(nn.Module):
 
 
 class DenseMLP(nn.Module):
-    """Matrices of a gated MLP, of the width `inner` or that of dense layers."""
+    """Matrices of a gated MLP, with width `inner`, or by default the width of dense layers."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class DenseMLP(nn.Module):
         )
 
     def stage(self, norm: RMSNorm) -> GatedMLP:
-        """Make the stage over these weights, once they are loaded."""
+        """Create the stage over these weights, after they are loaded."""
         return GatedMLP(
             norm,
             ops.projection_of(self.gate_up_proj),

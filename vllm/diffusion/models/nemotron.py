@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nemotron-Labs-Diffusion (NVIDIA 2026), 3B, 8B and 14B.
 
-Llama's layers, of names of their own, with YaRN and queries that grow with their position. The
-context is causal, and a row of it predicts the next token; a block that is denoised sees itself,
-and a row of it predicts its own token.
+Llama's layers with different names, with YaRN and with queries that grow with their position. The
+context is causal, and a row of it predicts the next token. The rows of a block that is denoised
+attend to each other, and each predicts its own token.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ class NemotronConfig(StandardConfig):
             refuse(described, "attention_factor", "1, or null")
         if not described.get("truncate", True):
             refuse(described, "truncate", "only true is supported")
-        values["rope_theta"] = float(described["rope_theta"])  # what stands beside it never counts
+        # A `rope_theta` outside of the description is ignored.
+        values["rope_theta"] = float(described["rope_theta"])
 
     def validate_rope(self, *args: Any, **options: Any) -> None:
-        """Leave to `read_rope` what transformers would check, by other rules, and complain of."""
+        """Do nothing: `read_rope` checks rotary keys, and transformers' rules would reject them."""
 
     @property
     def architecture(self) -> Architecture:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How config.json describes rotary embeddings: read, or refused by key.
+"""Descriptions of rotary embeddings in config.json: read, or refused by key.
 
 transformers 4 has `rope_theta` and, for scaled frequencies, `rope_scaling`. transformers 5 has both
-in `rope_parameters`, in one description for all layers or in one for each type of layer, of which
-ours is "full_attention".
+in `rope_parameters`, in one description for all layers or in one for each type of layer; the type
+of our layers is "full_attention".
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 DESCRIPTIONS = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor", *DESCRIPTIONS)
-OUR_LAYERS = "full_attention"  # a type of layers, in transformers' words
+OUR_LAYERS = "full_attention"  # a layer type of transformers
 
 _OF_A_TYPE = ("rope_type", "type")
-_MOVED = ("rope_theta", "partial_rotary_factor")  # keys of their own in transformers 4
+_MOVED = ("rope_theta", "partial_rotary_factor")  # separate keys in transformers 4
 _NEUTRAL = {"factor": (None, 1), "original_max_position_embeddings": ()}
 
 
 class Rope(NamedTuple):
-    """What config.json says of the rotary embedding; None for what it leaves open."""
+    """Rotary embedding parameters of config.json; None for absent ones."""
 
     theta: Any = None
     partial: Any = None
 
 
 def read_rope(values: dict[str, Any], default_partial: float | None = 1.0) -> Rope:
-    """Take the description of the rotary embedding out of `values`.
+    """Remove the description of the rotary embedding from `values`, and return it.
 
-    `rope_theta` and `partial_rotary_factor` are set in `values` where they stand in a description.
+    `rope_theta` and `partial_rotary_factor` are set in `values` if a description has them.
 
     Args:
         values: keys of config.json; changed.
-        default_partial: the only share of a head's channels that may be rotated; None where the
-            family reads it.
+        default_partial: the only supported share of rotated channels of a head; None if the family
+            reads the share.
 
     Raises:
-        ModelConfigError: a description has what no forward of ours has, or two keys disagree.
+        ModelConfigError: a description has something unsupported, or two keys disagree.
     """
     for key in DESCRIPTIONS:
         described = description(values, key)
@@ -58,7 +58,7 @@ def read_rope(values: dict[str, Any], default_partial: float | None = 1.0) -> Ro
 
 
 def description(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the description under a key, that of our layers if there is one for each type.
+    """Return the description under a key: the one of our layers if there is one for each type.
 
     Raises:
         ModelConfigError: it is no description, or has none for our layers.
@@ -82,7 +82,7 @@ def description(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def kind_of(described: Mapping[str, Any]) -> Any:
-    """Return the type of a description; what names none is plain, as in transformers 5."""
+    """Return the type of a description; without a type it is plain, as in transformers 5."""
     kinds = {described[name] for name in _OF_A_TYPE if name in described}
     return kinds.pop() if len(kinds) == 1 else ("default" if not kinds else None)
 
@@ -95,7 +95,7 @@ def _check_plain(values: Mapping[str, Any], key: str, described: Mapping[str, An
 
 
 def _unread(described: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a description that no plain rotary embedding has."""
+    """Yield the keys of a description that a plain rotary embedding does not have."""
     for name, value in described.items():
         if name in (*_OF_A_TYPE, *_MOVED):
             continue
@@ -105,10 +105,10 @@ def _unread(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _move(values: dict[str, Any], key: str, name: str, described: Any) -> None:
-    """Set a key that a description gives; one that says something else is refused."""
+    """Set a key that a description gives; refuse a different value."""
     if described is None:
         return
-    given = values.get(name)
-    if given is not None and given != described:
+    current = values.get(name)
+    if current is not None and current != described:
         refuse(values, name, f"the {described!r} of {key}, or null, is supported")
     values[name] = described

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SDAR (Cheng et al. 2025, arXiv:2510.06303), and checkpoints of its architecture (TraDo).
 
-A Qwen3 transformer under a block-causal mask: heads of a width of their own, queries and keys
-normed before they are rotated, no biases. Logits at a position predict the token at that position.
+A Qwen3 transformer with a block-causal mask: a separate `head_dim`, queries and keys normed before
+they are rotated, no biases. Logits at a position predict the token at that position.
 """
 
 from __future__ import annotations

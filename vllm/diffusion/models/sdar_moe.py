@@ -49,7 +49,7 @@ class SDARMoeConfig(SDARConfig):
     HARMLESS: ClassVar[tuple[str, ...]] = (*SDARConfig.HARMLESS, "num_local_experts")
 
     def __init__(self, **values: Any) -> None:
-        # transformers 5 has the number of experts under a name of its own.
+        # transformers 5 stores the number of experts under another name.
         local = values.get("num_local_experts")
         if local is not None and values.setdefault("num_experts", local) != local:
             refuse(values, "num_local_experts", "null, or what num_experts says, is supported")

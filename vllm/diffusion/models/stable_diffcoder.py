@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable-DiffCoder (ByteDance Seed 2026), whose checkpoints claim to be Llama's.
+"""Stable-DiffCoder (ByteDance Seed 2026), whose checkpoints have Llama's model type.
 
-Llama under a block-causal mask; logits at a position predict the token at that position. The mask
-token stands in the tokenizer alone.
+Llama with a block-causal mask; logits at a position predict the token at that position. Only the
+tokenizer defines the mask token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm.diffusion.models.diffullama import DiffuLlamaConfig
 
 
 class StableDiffCoderConfig(DiffuLlamaConfig):
-    """config.json of Stable-DiffCoder: Llama's; see `StandardConfig`."""
+    """config.json of Stable-DiffCoder, with Llama's keys; see `StandardConfig`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         **DiffuLlamaConfig.DEFAULTS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json with the keys that transformers' own Llama and Qwen configurations have."""
+"""Base of configurations with the keys of transformers' own Llama and Qwen configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.diffusion.models.config_checks import (
 from vllm.diffusion.models.config_keys import check_foreign
 from vllm.diffusion.models.rope_keys import read_rope
 
-# Of Qwen2's configuration class, from which several families come.
+# Defaults of Qwen2's configuration class, from which several families are derived.
 QWEN_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -35,19 +35,19 @@ QWEN_DEFAULTS: dict[str, Any] = {
 
 
 class StandardConfig(DiffusionConfig):
-    """Configuration whose family gives only its defaults and what its forward lacks.
+    """Configuration of a family that only sets its defaults and its unsupported options.
 
     An absent key takes its value in `DEFAULTS`. After construction `num_key_value_heads` and
-    `head_dim` are integers, and `sliding_window` is null, as it is never in use.
+    `head_dim` are integers, and `sliding_window` is null, because it is never in use.
 
     Attributes:
         DEFAULTS: defaults of the family's public configuration class.
         ONLY: options with a single supported value.
         SIZES: keys whose values are whole numbers of at least 1.
-        HARMLESS: further keys of the family's files that change no forward.
+        HARMLESS: further keys of the family's files that do not affect the forward pass.
 
     Raises:
-        ModelConfigError: naming the key, its value and what would be accepted.
+        ModelConfigError: names the key, its value and the accepted values.
     """
 
     HARMLESS: ClassVar[tuple[str, ...]] = ("sliding_window",)
@@ -61,7 +61,7 @@ class StandardConfig(DiffusionConfig):
     def __init__(self, **values: Any) -> None:
         self.read_rope(values)
         if values.get("rope_theta") is None:
-            values.pop("rope_theta", None)  # null is the default
+            values.pop("rope_theta", None)  # null means the default
         complete = {**self.DEFAULTS, **values}
         if complete["num_key_value_heads"] is None:
             complete["num_key_value_heads"] = complete["num_attention_heads"]
@@ -74,7 +74,8 @@ class StandardConfig(DiffusionConfig):
             check_positive(complete, key, whole=False)
         complete["head_dim"] = head_width(complete)
         self.check_more(complete)
-        if "partial_rotary_factor" not in self.DEFAULTS:  # which counts, where a family has it
+        # Families with `partial_rotary_factor` use it instead of `rotary_dim`.
+        if "partial_rotary_factor" not in self.DEFAULTS:
             check_rotary_dim(complete)
         if complete.get("weight_tying") not in (None, complete["tie_word_embeddings"]):
             refuse(complete, "weight_tying", "null, or what tie_word_embeddings says, is supported")
@@ -86,11 +87,11 @@ class StandardConfig(DiffusionConfig):
         return frozenset((*family_keys, cls.block_length_key))
 
     def read_rope(self, values: dict[str, Any]) -> None:
-        """Check how rotary embeddings are described, and set what stands there in `values`."""
+        """Check the description of rotary embeddings, and write its keys to `values`."""
         read_rope(values, None if "partial_rotary_factor" in self.DEFAULTS else 1.0)
 
     def check_more(self, values: dict[str, Any]) -> None:
-        """Check, or complete, the keys of this family; the rest of `values` is complete."""
+        """Check, or complete, the keys of this family; all other keys of `values` are complete."""
         if values.get(self.block_length_key) is not None:
             check_positive(values, self.block_length_key)
         check_mask_id(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a model, and what concerns all of them: their checkpoint, and a run over all rows."""
+"""Layers of a model: their stages, their checkpoint, and a run over all rows."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 class DiffusionLayer(nn.Module):
     """One layer as three stages; everything but attention is row-wise.
 
-    Every stage accepts any chunk of rows, also an empty one. Under tensor parallelism the attend
-    and the feed-forward stage end in one all-reduce each, so all ranks must use the same chunks.
+    Every stage accepts any chunk of rows, including an empty one. With tensor parallelism, the
+    attend and the feed-forward stage each end in one all-reduce, so all ranks must use the same
+    chunks.
     """
 
     def __init__(
@@ -58,19 +59,19 @@ class DiffusionLayer(nn.Module):
 
     @functools.cached_property
     def attention(self) -> SelfAttention:
-        """The keys-values and attend stages; only once the weights are loaded."""
+        """The keys-values and attend stages; available after the weights are loaded."""
         return self.self_attn.stage(self.input_layernorm)
 
     @functools.cached_property
     def fp8_attention(self) -> Fp8Attention:
-        """Attention with fp8 heads; only once the weights are loaded."""
+        """Attention with fp8 heads; available after the weights are loaded."""
         from vllm.diffusion.layers.fp8_attention import Fp8Attention
 
         return Fp8Attention(self.attention)
 
     @functools.cached_property
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:
-        """The feed-forward stage; only once the weights are loaded."""
+        """The feed-forward stage; available after the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
 
     def destinations(self, path: str) -> dict[str, Destination]:
@@ -107,7 +108,7 @@ class Transformer(nn.Module):
 
 
 def destinations_of(architecture: Architecture, model: Transformer) -> dict[str, Destination]:
-    """Return the destination of each module of a checkpoint, by its names."""
+    """Return the destination of each module of a checkpoint, by the checkpoint's names."""
     names, width = architecture.module_names, tuple(model.norm.weight.shape)
     vocabulary = (architecture.num_embeddings, *width)
     shapes = {"model.embed_tokens": vocabulary, "model.norm": width, "lm_head": vocabulary}
@@ -123,7 +124,7 @@ def destinations_of(architecture: Architecture, model: Transformer) -> dict[str,
 
 
 def order_products(layers: Sequence[DiffusionLayer]) -> None:
-    """Announce to each projection which weight is read next; once all are loaded."""
+    """Announce to each projection which weight is read next, after all weights are loaded."""
     before: ops.Projection | None = None
     for layer in layers:
         products = layer.mlp_stage.products
@@ -132,7 +133,8 @@ def order_products(layers: Sequence[DiffusionLayer]) -> None:
                 before.precedes(product)
             before = product
         if not products:
-            before = None  # experts come between
+            # Experts come in between.
+            before = None
 
 
 def run_whole(
@@ -143,7 +145,7 @@ def run_whole(
     *,
     fp8_attention: bool = False,
 ) -> Tensor:
-    """Run all layers on all rows in one chunk a stage, as upstream calls models; return x.
+    """Run all layers on all rows in one chunk per stage, as upstream calls models; return x.
 
     Args:
         layers: the layers.
@@ -169,10 +171,10 @@ def run_whole(
 
 
 def fp8_attention_by(device: torch.device, head_dim: int) -> str:
-    """Name what computes fp8 attention of heads of this width on a device.
+    """Return the library for fp8 attention of heads of this width on a device.
 
     Raises:
-        ServerConfigError: nothing does.
+        ServerConfigError: no library is available.
     """
     from vllm.diffusion.layers import cudnn_fp8
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a model that change while it serves."""
+"""Base class of models whose weights change while they serve."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Updatable(nn.Module):
     """Base of a model whose tensors may be loaded again, some or all of them, in place.
 
     Attributes:
-        is_loaded: it serves; from then on some of its weights may be loaded without the others.
-        weight_generation: how often its weights have changed since then.
+        is_loaded: whether the model is loaded; from then on a load may contain only some of its
+            weights.
+        weight_generation: number of weight changes since then.
     """
 
     rotary_frequencies: torch.Tensor
@@ -35,15 +36,16 @@ class Updatable(nn.Module):
         raise NotImplementedError
 
     def destinations(self) -> tuple[dict[str, Destination], set[str]]:
-        """Return where the checkpoint's modules go, and which of them are skipped."""
+        """Return the destinations of the checkpoint's modules, and the modules to skip."""
         raise NotImplementedError
 
     def receive(self) -> set[str] | None:
-        """Prepare for tensors that come now; return the set of names that came; None at first."""
+        """Prepare to load tensors; return the set of received names, or None for the first load."""
         if not self.is_loaded:
             return None
         if self.rotary_frequencies.is_cuda:
-            torch.cuda.synchronize(self.rotary_frequencies.device)  # steps may read the old ones
+            # Running steps may still read the old weights.
+            torch.cuda.synchronize(self.rotary_frequencies.device)
         if self._received is not None:
             return self._received
         self._renew_largest()
@@ -51,22 +53,22 @@ class Updatable(nn.Module):
         return set()
 
     def begin_update(self) -> None:
-        """Let the loads that follow be one change of the weights, which `end_update` ends."""
+        """Begin a weight update: all loads until `end_update` count as one change of weights."""
         self._received = set()
         self._renew_largest()
 
     def cancel_update(self) -> None:
-        """End an update in which no tensor has come."""
+        """End an update that has received no tensor."""
         self._received = None
 
     def end_update(self) -> list[str]:
-        """End an update; return the names of the tensors that did not come."""
+        """End an update; return the names of the tensors that did not arrive."""
         received, self._received = self._received or set(), None
         self.weight_generation += 1
         return missing_tensors(self, self.destinations()[0], received)
 
     def _renew_largest(self) -> None:
-        """Let parameters that keep the largest of what comes begin with what comes next."""
+        """Reset running maxima (fp8 scales) before new weights arrive."""
         for parameter in self.parameters():
             if isinstance(parameter, ops.StreamedParameter):
                 parameter.should_reset = True

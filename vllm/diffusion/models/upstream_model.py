@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream asks of a model, beside the stages that this engine runs."""
+"""The model with upstream's interface in addition to the stages that this engine runs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class UpstreamModel(DiffusionModel, SupportsQuant):
-    """A checkpoint as upstream loads it and calls it."""
+    """The model class that upstream loads and calls."""
 
-    packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an attribute of instances)
+    packed_modules_mapping = {  # noqa: RUF012 (upstream declares it as an instance attribute)
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint, or, once loaded, some of its tensors in place.
+        """Load a checkpoint; after the first load, replace some of its tensors in place.
 
-        Each call is a change of the weights, unless an update has begun.
+        Each call counts as a change of the weights, unless an update has begun.
 
         Returns:
             names of the parameters that were filled.
 
         Raises:
-            CheckpointError: naming the tensors that are missing or not part of the model.
+            CheckpointError: names the tensors that are missing or not part of the model.
         """
         received = self.receive()
         destinations, ignored = self.destinations()
@@ -49,7 +49,7 @@ class UpstreamModel(DiffusionModel, SupportsQuant):
             return load_checkpoint(self, weights, destinations, ignored, received=received)
 
     def destinations(self) -> tuple[dict[str, Destination], set[str]]:
-        """Return where the checkpoint's modules go, and which of them are skipped."""
+        """Return the destinations of the checkpoint's modules, and the modules to skip."""
         destinations = destinations_of(self.architecture, self.model)
         if not self.config.tie_word_embeddings:
             return destinations, set()
@@ -71,15 +71,15 @@ class UpstreamModel(DiffusionModel, SupportsQuant):
         *,
         fp8_attention: bool = False,
     ) -> Tensor:
-        """Return the final, normed hidden states [T, D] of one sequence, in one chunk a stage.
+        """Return the final, normed hidden states [T, D] of one sequence, in one chunk per stage.
 
-        The family's visibility applies, in blocks of the configuration's length.
+        The family's visibility applies, with blocks of the configured length.
 
         Args:
-            input_ids: [T] token ids; unused where `inputs_embeds` is given.
-            positions: [T], from 0 on.
+            input_ids: [T] token ids; unused if `inputs_embeds` is given.
+            positions: [T], from 0.
             intermediate_tensors: upstream's argument for pipeline parallelism; always None.
-            inputs_embeds: [T, D], in place of ids.
+            inputs_embeds: [T, D], instead of ids.
             fp8_attention: whether attention is fp8, as in forwards of long sequences.
         """
         if inputs_embeds is not None:

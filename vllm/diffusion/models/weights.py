@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of checkpoint tensors into a model's parameters, with none left over on either side."""
+"""Loads checkpoint tensors into a model's parameters, and checks that both sides are complete."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def stored_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a model multiplies by, by name: parameters, and buffers of its modules.
+    """Return the weights that a model multiplies by, by name: parameters and modules' buffers.
 
-    Quantised numbers and their scales may be buffers. The model's own are computed from its
-    configuration and left out. A tensor that two modules share comes once.
+    Quantised numbers and their scales may be buffers. Buffers of the model itself are computed from
+    its configuration and are left out. A tensor that two modules share occurs once.
     """
     buffers = {name: buffer for name, buffer in model.named_buffers() if "." in name}
     return {**{name: p.data for name, p in model.named_parameters()}, **buffers}
@@ -38,8 +38,8 @@ def quantised_sizes(model: nn.Module, dtype: torch.dtype) -> tuple[int, int, int
     See `StreamedParameter`.
 
     Returns:
-        how many they are, of experts stacks of them; their bytes, with scales; and those of the
-        same in `dtype`, that of the model.
+        the number of matrices (a stack of experts counts as one); their bytes, including scales;
+        and the bytes of the same matrices in `dtype`, the dtype of the model.
     """
     count = num_bytes = num_weights = 0
     for module in model.modules():
@@ -56,18 +56,19 @@ class Destination(NamedTuple):
     """Destination of the tensors of one checkpoint module."""
 
     module: str  # path of the model's module
-    shape: tuple[int, ...]  # of the checkpoint's unquantised weight: [out, in], or [width]
-    shard: str | int | tuple[int, int] | None = (
-        None  # which part of a fused module, as its weight loader names it
-    )
+    # Shape of the checkpoint's unquantised weight: [out, in], or [width].
+    shape: tuple[int, ...]
+    # Part of a fused module, in the form that its weight loader expects.
+    shard: str | int | tuple[int, int] | None = None
 
 
-# Of `rotary_emb` modules, in checkpoints of old versions of transformers: made of config.json.
+# Buffers of `rotary_emb` modules, in checkpoints of old versions of transformers. They are computed
+# from config.json.
 ROTARY_BUFFERS = frozenset(("inv_freq", "original_inv_freq", "cos_cached", "sin_cached"))
 
 
 def module_names(architecture: Architecture) -> WeightsMapper:
-    """Map the checkpoint's names of modules, with or without a layer's, to the model's."""
+    """Map the checkpoint's names of modules, within a layer or not, to the model's names."""
     names = {stored: ours for ours, stored in architecture.module_names.items()}
     whole = {stored: ours for stored, ours in names.items() if "." in stored}
     layers = {name: f"model.layers.{i}" for i, name in enumerate(architecture.layer_names)}
@@ -97,23 +98,24 @@ def load_checkpoint(
     *,
     received: set[str] | None = None,
 ) -> set[str]:
-    """Load every tensor of a checkpoint by its parameter's own weight loader.
+    """Load every tensor of a checkpoint with its parameter's own weight loader.
 
     Args:
         model: the model to fill.
         weights: (name, tensor) pairs, in any order.
-        destinations: for each module path of the checkpoint (a tensor's name less its last
+        destinations: for each module path of the checkpoint (a tensor's name without its last
             part), the module of the model. All of them must be filled.
         ignored: module paths whose tensors are skipped.
-        received: takes the names of tensors that come; only some may, so that none is missed here.
+        received: set to which the names of loaded tensors are added. If given, the tensors may be
+            incomplete, and missing ones are not an error here.
 
     Returns:
         names of the model's parameters that were loaded.
 
     Raises:
-        CheckpointError: tensors that belong to no parameter, parameters (parts of fused ones
-            included) for which no tensor came, a tensor of another shape, or whole numbers for
-            others; the message names them.
+        CheckpointError: tensors that belong to no parameter, parameters (including parts of fused
+            ones) without a tensor, a tensor of another shape, or integers instead of floating-point
+            numbers; the message names them.
     """
     parameters = dict(model.named_parameters())
     loaded: set[str] = set()
@@ -134,7 +136,8 @@ def load_checkpoint(
             shape = destination.shape if kind == "weight" else destination.shape[:1]
             is_streamed = isinstance(parameters[target], ops.StreamedParameter)
             if kind == "weight" or not (is_streamed or kind.endswith("_scale")):
-                _check_plain(name, tensor, shape)  # of others their layers know what they hold
+                # Quantised layers check their other tensors themselves.
+                _check_plain(name, tensor, shape)
         _load(name, parameters[target], tensor, destination.shard)
         loaded.add(target)
         seen.add(name)
@@ -163,7 +166,7 @@ def _load(
 
 
 def _check_plain(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
-    """Check a tensor, as upstream's loaders would cut their part out of a larger one."""
+    """Check a tensor, because upstream's loaders would silently use a part of a larger one."""
     if not tensor.is_floating_point():
         raise CheckpointError(f"{name}: given {tensor.dtype}; wanted floating point")
     if tuple(tensor.shape) != wanted:
@@ -181,9 +184,9 @@ def _is_quantised(module: nn.Module) -> bool:
 def missing_tensors(
     model: nn.Module, destinations: Mapping[str, Destination], seen: Set[str]
 ) -> list[str]:
-    """Return the names of the tensors that did not come.
+    """Return the names of the tensors that did not arrive.
 
-    For a layer that upstream's quantisation stores, any tensor of it counts.
+    For a layer that upstream's quantisation stores, any one of its tensors is enough.
     """
     seen_paths = {name.rpartition(".")[0] for name in seen}
     missing: list[str] = []

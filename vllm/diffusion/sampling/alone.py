@@ -87,13 +87,13 @@ def sample_alone(
         return Samples.of(sample_group(logits, group, model))
     # A rank among all tokens needs all columns, so tensor-parallel ranks exchange them.
     whole = ops.gather_columns(logits, model.vocab_size)
-    kept = _without(whole, group.forbidden)
+    allowed_logits = _without(whole, group.forbidden)
     sampled = sample_group(logits, group, model)
     extras = []
     if group.params.num_logprobs is not None:
-        extras.append(_logprobs(torch.log_softmax(kept, dim=-1), sampled, group).packed())
+        extras.append(_logprobs(torch.log_softmax(allowed_logits, dim=-1), sampled, group).packed())
     if group.params.return_trajectory:
-        extras.append(candidate_logprobs(kept, [group], sampled, 0, model.vocab_size))
+        extras.append(candidate_logprobs(allowed_logits, [group], sampled, 0, model.vocab_size))
     return Samples.of(sampled, extras)
 
 
@@ -109,7 +109,7 @@ def _logprobs(distribution: torch.Tensor, sampled: ops.Sampled, group: RowGroup)
 
 def _without(logits: torch.Tensor, forbidden: tuple[int, ...]) -> torch.Tensor:
     """Return a copy of whole rows of logits, [R, V] fp32, with -inf in `forbidden` columns."""
-    kept = logits.to(torch.float32, copy=True)
+    copy = logits.to(torch.float32, copy=True)
     for token in forbidden:  # indexing with a list would make the host wait for the device
-        kept[:, token] = -torch.inf
-    return kept
+        copy[:, token] = -torch.inf
+    return copy

@@ -45,10 +45,12 @@ def _changed(logits: torch.Tensor, groups: list[RowGroup], first_column: int) ->
     """Return a changed fp32 copy of the logits of some groups."""
     edited = logits.to(torch.float32, copy=True)
     columns = range(first_column, first_column + logits.shape[1])
-    given = [(g.edits, len(g.positions)) for g in groups if g.edits is not None]
-    host = tuple([_local(edits, columns) for edits, _ in given])
+    edits_and_sizes = [(g.edits, len(g.positions)) for g in groups if g.edits is not None]
+    host = tuple([_local(edits, columns) for edits, _ in edits_and_sizes])
     start = 0
-    for (edits, size), arrays in zip(given, ops.to_device(host, logits.device), strict=True):
+    for (edits, size), arrays in zip(
+        edits_and_sizes, ops.to_device(host, logits.device), strict=True
+    ):
         _change(edited[start : start + size], edits.edits, edits.early, arrays)
         start += size
     return edited
@@ -104,8 +106,8 @@ def _change(
         edited = edited - edits.presence_penalty * (counts > 0)
         logits.index_copy_(1, columns.counted, edited)
     if edits.allowed_token_ids:
-        kept = logits.index_select(1, columns.allowed)
-        logits.fill_(-torch.inf).index_copy_(1, columns.allowed, kept)
+        allowed = logits.index_select(1, columns.allowed)
+        logits.fill_(-torch.inf).index_copy_(1, columns.allowed, allowed)
     if columns.never.numel():
         logits.index_fill_(1, columns.never, -torch.inf)
     if columns.ends.numel():

@@ -58,7 +58,7 @@ def sample_plain(
     )
     noisy, excluded = logits, group.excluded
     if params.temperature > 0:
-        # argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
+        # Argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
         u = ops.philox_uniform(group.seed, TOKEN, group.step, group.positions, columns)
         noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
     if filters is not None:
@@ -93,11 +93,11 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
     if group.params.temperature > 0:
         logits = logits / group.params.temperature
     whole, filters = logits, group.filters
-    kept = logits = _without(whole, group.counted)
+    filtered = logits = _without(whole, group.counted)
     if filters is not None:
         removed = ~ops.kept_columns(logits, 1.0, filters)
-        kept = logits.masked_fill(removed, torch.finfo(logits.dtype).min)
-    probabilities = torch.softmax(kept, dim=-1)
+        filtered = logits.masked_fill(removed, torch.finfo(logits.dtype).min)
+    probabilities = torch.softmax(filtered, dim=-1)
     if group.params.temperature > 0:
         columns = range(logits.shape[1])
         u = ops.philox_uniform(group.seed, CATEGORICAL, group.step, group.positions, columns)

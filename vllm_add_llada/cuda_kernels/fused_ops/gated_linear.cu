@@ -68,7 +68,7 @@ struct Tile {
   int row, column;  // first row and column in the result
 };
 
-// Finds the position of a tile. Tiles that run at the same time form a band of rows and as many
+// Finds the position of a tile. Tiles that run at the same time form a square of rows and
 // columns, so that the operands of both stay in the cache.
 template <int kTall>
 __device__ Tile locate(const KernelParams& params, int tile) {

@@ -74,7 +74,7 @@ struct PackedLinearParams {
   const uint8_t* zeros;  // shaped like scales; null with a table
   LookUp table;
   const void* bias;  // [num_columns], or null; not with kSiluMul
-  void* out;         // as in LinearParams
+  void* out;         // see LinearParams
   int64_t x_stride, values_stride, scales_stride, out_stride;  // elements
   int num_rows, num_columns, depth, group;
   Epilogue epilogue;

@@ -102,8 +102,8 @@ struct Columns {
   }
 };
 
-// The runs of steps of the blocks. Tiles form groups, and each group is shared by the same number
-// of blocks.
+// The runs of steps of the blocks. Tiles form groups, and each group is shared by the
+// same number of blocks.
 struct Work {
   int num_steps;        // steps per tile
   int row_tiles;        // number of row tiles; those of the same columns follow each other
@@ -262,8 +262,8 @@ __device__ bool gather(const PortableParams& params, const Work& work, int tile,
   const int first = work.block_of(first_unit);
   const int last = work.block_of(first_unit + work.num_steps - 1);
   if (first == last) return true;
-  // A block has two places in the workspace: one for the tile that it begins with, one for the tile
-  // that it ends with.
+  // A block has two places in the workspace: one for the tile that it begins with, and
+  // one for the tile that it ends with.
   const bool is_begun = work.begin(first) == first_unit;
   auto place = [&](int block) {
     return reinterpret_cast<float4*>(params.parts) +

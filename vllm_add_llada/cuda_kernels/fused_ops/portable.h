@@ -20,7 +20,7 @@ struct PortableParams {
   const uint8_t* zeros;        // shaped like scales; null with a table
   LookUp table;                // a table of bf16 numbers
   const void* bias;            // [num_columns], or null; not with kSiluMul
-  void* out;                   // as in LinearParams
+  void* out;                   // see LinearParams
   float* parts;                // workspace: sums of parts of tiles
   int* counts;  // workspace, zeros before and after: number of finished parts of each tile
   int64_t parts_bytes, num_counts;

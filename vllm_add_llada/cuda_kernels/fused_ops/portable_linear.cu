@@ -25,8 +25,8 @@ struct Kind<Operands::kFp8> {
   static constexpr int kBytes = 1;
 };
 
-// A thread multiplies 16 bytes of a row of the weight by the same bytes of a row of x, in the order
-// of memory: its part of the depth of two instructions.
+// A thread multiplies 16 bytes of a row of the weight by the same bytes of a row of x, in memory
+// order: its part of the depth of two instructions.
 template <Operands kOperands, int kRows>
 struct PlainFew {
   // If fp8 is multiplied as fp16, the registers suffice only for half the threads.

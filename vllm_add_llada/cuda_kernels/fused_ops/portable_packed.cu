@@ -292,8 +292,8 @@ struct PackedFew {
   }
 };
 
-// Products of more rows. Strips pass through shared memory in a ring of their own, because a stage
-// of x holds only half the depth of a strip.
+// Products of more rows. Strips pass through shared memory in a ring of their own, because a
+// stage of x holds only half the depth of a strip.
 constexpr int kStrips = 3;
 
 template <typename Kind, int kRows>

@@ -263,7 +263,7 @@ inline Rows rows_from(const Rows& rows, int64_t first, DataType dtype) {
   return {data, rows.inner, rows.outer_stride, rows.inner_stride};
 }
 
-// With few tokens every thread has one head, so that as many threads as possible share the work.
+// With few tokens every thread has one head, so that the work is spread over all threads.
 // With many tokens a thread has enough heads to keep the memory busy with loads. A norm needs more
 // heads per thread, because its threads use more registers and fewer of them run at a time.
 constexpr int64_t kFewTokens = 512;

@@ -55,8 +55,8 @@ cudaError_t launch_parts(const StoreKeysValuesParams& params, int64_t num_parts,
                        stream);
 }
 
-// Up to this number of parts, each thread has one part, so that as many threads as possible share
-// the work.
+// Up to this number of parts, each thread has one part, so that the work is spread over all
+// threads.
 constexpr int64_t kFewParts = int64_t{1} << 17;
 
 // The same rows with strides in parts of `width` elements.

@@ -36,7 +36,7 @@ class LikelihoodCalls(AdmissionGate):
         self._incomplete: dict[str, _Call] = {}
 
     def arrived(self, item: RequestState) -> bool:
-        """Count a request toward its call; reject requests that are alone in their call."""
+        """Count a request toward its call; return False if it is the only one of its call."""
         score = item.params.score
         if score is None or score.group_size == 1:
             return False

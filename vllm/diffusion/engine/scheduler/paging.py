@@ -82,7 +82,7 @@ class Paging(AdmissionGate):
     ) -> None:
         self.manager = KVCacheManager(
             kv_cache_config,
-            # the manager truncates longer requests
+            # The manager truncates longer requests.
             max_model_len=kv_cache_config.num_blocks * PAGE_SIZE,
             scheduler_block_size=PAGE_SIZE,
             hash_block_size=hash_block_size,
@@ -108,9 +108,9 @@ class Paging(AdmissionGate):
             return False
         request, length = item.request, item.demand.length
         if length > self._most_positions:
-            there = self._most_positions
+            available = self._most_positions
             position = self._page_bytes // PAGE_SIZE
-            raise ActivationBudgetError(length, length * position, there * position, there)
+            raise ActivationBudgetError(length, length * position, available * position, available)
         request.cache_salt = f"{request.cache_salt or ''}|B{item.params.kept_unit}"
         self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
@@ -180,10 +180,10 @@ class Paging(AdmissionGate):
         if has_none:
             computed, num_found, _ = manager.get_computed_blocks(request)
         num_new = end - request.num_computed_tokens - num_found
-        given = manager.allocate_slots(
+        blocks = manager.allocate_slots(
             request, num_new, num_found, computed, delay_cache_blocks=True
         )
-        if given is None:
+        if blocks is None:
             return False
         if has_none:
             self._begin(item, num_found)
@@ -246,8 +246,8 @@ class Paging(AdmissionGate):
 
     def take_new_pages(self) -> dict[str, NewPages]:
         """Return the pages given to requests since the last call."""
-        taken, self._new_pages = self._new_pages, {}
-        return taken
+        new_pages, self._new_pages = self._new_pages, {}
+        return new_pages
 
     def put_into(self, stats: SchedulerStats) -> None:
         """Write the usage of the store and the prefix cache hits into `stats`."""

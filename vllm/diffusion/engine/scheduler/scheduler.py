@@ -157,9 +157,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if request_ids is None:
             items = [*self._running.values(), *self._waiting.requests]
         else:
-            wanted = {request_ids: None} if isinstance(request_ids, str) else {*request_ids}
-            items = [self._running[req_id] for req_id in wanted if req_id in self._running]
-            items += [item for req_id in wanted for item in self._waiting.named(req_id)]
+            req_ids = {request_ids: None} if isinstance(request_ids, str) else {*request_ids}
+            items = [self._running[req_id] for req_id in req_ids if req_id in self._running]
+            items += [item for req_id in req_ids for item in self._waiting.named(req_id)]
         for item in items:
             if item.req_id not in self._running:
                 self._waiting.remove(item)

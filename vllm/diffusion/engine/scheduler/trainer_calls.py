@@ -11,7 +11,7 @@ from vllm.v1.engine import UtilityResult
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
 
-# worker methods whose results cannot be sent between processes
+# Worker methods whose results cannot be sent between processes.
 _RETURN_OBJECTS = frozenset({"get_model"})
 DEFAULT = "default"  # upstream's label of weights before a trainer sets one
 

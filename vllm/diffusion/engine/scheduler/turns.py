@@ -61,16 +61,16 @@ def take_turns(
     """
     if sum(next_rows.values()) <= row_budget:
         return dict(next_rows)
-    taken: dict[str, int] = {}
+    step: dict[str, int] = {}
     room, units = row_budget, units or {}
-    for req_id, wanted in next_rows.items():
-        rows = wanted
+    for req_id, all_rows in next_rows.items():
+        rows = all_rows
         if req_id in units:
-            rows = min(wanted, max(room // units[req_id], 1) * units[req_id])
-        if not taken or rows <= room:
-            taken[req_id] = rows
+            rows = min(all_rows, max(room // units[req_id], 1) * units[req_id])
+        if not step or rows <= room:
+            step[req_id] = rows
             room -= rows
-    return taken
+    return step
 
 
 def by_priority(turns: Mapping[str, T], priority: Callable[[T], int]) -> Mapping[str, T]:

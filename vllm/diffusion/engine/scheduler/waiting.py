@@ -41,7 +41,7 @@ class WaitingLine:
         self._by_id: dict[str, list[RequestState]] = {}
         self._gated: dict[RequestState, None] = {}  # requests that a gate has accepted
         # Requests whose `waits_for` the last call has set.
-        self._looked_at: dict[RequestState, None] = {}
+        self._with_reason: dict[RequestState, None] = {}
 
     def __len__(self) -> int:
         return len(self._line) - len(self._left)
@@ -67,13 +67,13 @@ class WaitingLine:
     def remove(self, item: RequestState) -> None:
         self._left.add(item)
         self._forget(item)
-        self._looked_at.pop(item, None)
+        self._with_reason.pop(item, None)
 
     def _forget(self, item: RequestState) -> None:
         self._gated.pop(item, None)
-        alike = self._by_id[item.req_id]
-        alike.remove(item)
-        if not alike:
+        same_id = self._by_id[item.req_id]
+        same_id.remove(item)
+        if not same_id:
             del self._by_id[item.req_id]
 
     def admit(
@@ -91,18 +91,18 @@ class WaitingLine:
             admission: decides what fits.
             is_long: whether all steps of a request run in slices, so that it shares no step.
         """
-        for item in self._looked_at:
+        for item in self._with_reason:
             item.waits_for = "order"
         for item in self._gated:
             for gate in item.gates:
                 gate.prepare(item)
         is_long = cache(is_long)  # called for all running requests, once per waiting request
         stay: dict[RequestState, None] = {}
-        self._looked_at = stay
+        self._with_reason = stay
         # Earlier requests that do not fit now. The first was overtaken most often.
-        passed: list[RequestState] = []
-        while len(stay) < len(self.requests) and len(passed) < MAX_PASSED:
-            if passed and passed[0].num_overtaken >= MAX_OVERTAKEN:
+        skipped: list[RequestState] = []
+        while len(stay) < len(self.requests) and len(skipped) < MAX_PASSED:
+            if skipped and skipped[0].num_overtaken >= MAX_OVERTAKEN:
                 return
             item, error = self.requests[len(stay)], None
             reasons = (gate.waits_for(item) for gate in item.gates)
@@ -112,7 +112,7 @@ class WaitingLine:
                 if error is None:
                     reason = self._obstacle(item, running, admission, is_long)
                 if reason is not None:
-                    passed.append(item)
+                    skipped.append(item)
             if reason is not None:
                 item.waits_for = reason
                 stay[item] = None
@@ -120,7 +120,7 @@ class WaitingLine:
             del self.requests[len(stay)]
             self._forget(item)
             if error is None:
-                for earlier in passed:
+                for earlier in skipped:
                     earlier.num_overtaken += 1
             yield item, error
 

@@ -265,13 +265,13 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
                 kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
             if cache is not None:
                 slots.append(cache.slots[kept_start + first : kept_start + stop])
-    kept = np.array(kept_starts)
-    placed = np.fromiter(numbers, np.int64).reshape(kept.size, -1)
-    firsts, stops, num_keys, block_lengths, reads_kept = placed.T
+    starts = np.array(kept_starts)
+    table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
+    firsts, stops, num_keys, block_lengths, reads_kept = table.T
     counts = stops - firsts
     ends = counts.cumsum()
     offsets = ends - counts - firsts
-    first_kept = np.where(kept == _NOT_KEPT, offsets, kept)
+    first_kept = np.where(starts == _NOT_KEPT, offsets, starts)
     return Packing(
         items,
         windows,
@@ -284,7 +284,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         block_lengths=block_lengths,
         first_keys=np.where(reads_kept, first_kept, offsets),
         first_kept=first_kept,
-        num_own=kept.size - int(np.count_nonzero(reads_kept)),
+        num_own=starts.size - int(np.count_nonzero(reads_kept)),
     )
 
 

@@ -34,7 +34,7 @@ _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
 class Canvas:
-    """Hold the prompt and the canvas of a request as one row of tokens, on the host.
+    """Prompt and canvas of a request as one row of tokens on the host, with decoding state.
 
     Only `begin` and `commit` write tokens. Tokens that the rule has settled never change, so the
     canvas up to the last settled token is final and can be reported. The last block of a
@@ -66,7 +66,7 @@ class Canvas:
         self.length = num_positions(visibility, self.prompt_length, self.params.gen_length)
         self.tokens = self._masked_row(new.prompt_token_ids, self.params)
         self.window = ForwardWindow(self.params, visibility, self.prompt_length, self.length, cache)
-        # positions that the unconditional sequence of guidance masks
+        # Positions that the unconditional sequence of guidance masks.
         self._known = self.tokens != self.params.mask_id
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
         # The context of a likelihood is known; its target is masked.
@@ -83,7 +83,7 @@ class Canvas:
         self._next_news = 0
         self._unreported: list[int] = []  # tokens that became final since the latest report
         self._num_committed: int | None = None  # see `_look`
-        # target of a forward that has begun and is not committed
+        # Target of a forward that has begun and is not committed.
         self._target: ForwardTarget | None = None
         self._is_for_rule = True  # whether the current forward reaches the rule's rows
         self._is_over = False  # whether the rule has no masks left to fill
@@ -237,8 +237,8 @@ class Canvas:
         on_canvas = torch.from_numpy(positions - self.prompt_length)
         step = self.num_steps if step is None else step
         numbers = ops.philox_uniform(self.params.seed, purpose, step, on_canvas, range(1))
-        drawn: Array = numbers[:, 0].numpy()
-        return drawn
+        uniforms: Array = numbers[:, 0].numpy()
+        return uniforms
 
     @property
     def pick(self) -> ScorePick | None:

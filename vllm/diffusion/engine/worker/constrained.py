@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Maximum bytes of the languages that a process caches.
 _MAX_LANGUAGE_BYTES = 256 << 20
-# by packed form, in the order of their last use
+# By packed form, in the order of their last use.
 _languages: OrderedDict[bytes, Language] = OrderedDict()
 
 
@@ -143,24 +143,24 @@ class Constraint(CanvasGuest):
         )
 
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
-        standing = tokens[candidates.positions] != self._params.mask_id
-        if not standing.any():
+        is_filled = tokens[candidates.positions] != self._params.mask_id
+        if not is_filled.any():
             return commit
         mixed = tokens.copy()
         mixed[commit.positions] = commit.tokens
-        taken = np.isin(candidates.positions, commit.positions)
+        is_committed = np.isin(candidates.positions, commit.positions)
         is_mended = False
         for stretch in self._stretches:
             within = stretch.within(candidates.positions)
-            if not (within & standing).any():
+            if not (within & is_filled).any():
                 continue
             window = self._window(stretch, mixed, candidates.positions[within], are_open=False)
             if not can_be_completed(self._language, window):
-                taken |= within & standing
+                is_committed |= within & is_filled
                 is_mended = True
         if not is_mended:
             return commit
-        return Commit(candidates.positions[taken], candidates.tokens[taken])
+        return Commit(candidates.positions[is_committed], candidates.tokens[is_committed])
 
     def _window(
         self, stretch: _Stretch, tokens: Array, eligible: Array, *, are_open: bool = True

@@ -58,8 +58,8 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
 
     def parse_update_info(self, update_dict: dict[str, object]) -> DiskUpdateInfo:
         if set(update_dict) != {"path"}:
-            given = ", ".join(update_dict) or "no fields"
-            raise CheckpointError(f"update_info: given {given}; wanted path alone: backend disk")
+            names = ", ".join(update_dict) or "no fields"
+            raise CheckpointError(f"update_info: given {names}; wanted path alone: backend disk")
         path = update_dict["path"]
         if not isinstance(path, str):
             raise CheckpointError(f"path: given {path!r}; wanted a string")

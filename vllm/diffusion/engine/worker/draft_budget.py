@@ -45,8 +45,8 @@ class AcceptanceRates:
         return accepted / trials
 
     def _counts(self, kind: Kind, count: int | None, depth: int) -> tuple[float, float]:
-        for known in range(depth, 0, -1):
-            counts = self._known.get((kind, count, known))
+        for known_depth in range(depth, 0, -1):
+            counts = self._known.get((kind, count, known_depth))
             if counts is not None:
                 return counts
         return PRIOR_COUNT * 0.5 ** (count or 1), PRIOR_COUNT

@@ -67,8 +67,8 @@ class FirstForwards:
                 layouts=(),
                 pieces=[(0, slice(0, num_rows), second)],
             )
-            known = SharedRows(alone, ops.HostCopy(hidden[rows].clone()))
-            self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = known
+            shared = SharedRows(alone, ops.HostCopy(hidden[rows].clone()))
+            self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = shared
 
     def serves(self, new: NewCanvas) -> bool:
         """Whether a request can take its first step from another one; if so, copy its cache."""
@@ -92,12 +92,12 @@ class FirstForwards:
         Returns:
             the table of its samples; None if there are no hidden states.
         """
-        known = self._known.get(new.prompt_of or "")
-        if known is None:
+        shared_rows = self._known.get(new.prompt_of or "")
+        if shared_rows is None:
             return None
-        self._known[new.req_id] = known
+        self._known[new.req_id] = shared_rows
         forward, samples = self._forward, []
-        for part, hidden in known.values():
+        for part, hidden in shared_rows.values():
             (positions,) = ops.to_device((part.positions,), forward.caches.device)
             sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
             with forward.pool.temporaries(), forward.pool.scope("step"):

@@ -104,12 +104,12 @@ class ForwardPass:
                 samples = ops.to_device(parts, caches.device)
             else:
                 attend_chunks = [[chunk] for chunk in chunks(batch.num_rows, plan.rows.attend)]
-                given = batch.inputs(attend_chunks), parts
-                inputs, samples = ops.to_device(given, caches.device)
+                host_inputs = batch.inputs(attend_chunks), parts
+                inputs, samples = ops.to_device(host_inputs, caches.device)
                 if batch.slot_mapping.size:
                     caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
-                where, ended = (pool, pool, caches), model.routes_windows
-                body = yield from run_body(model, inputs, plan, *where, to_the_end=ended)
+                memory, runs_all_rows = (pool, pool, caches), model.routes_windows
+                body = yield from run_body(model, inputs, plan, *memory, to_the_end=runs_all_rows)
             sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):
@@ -165,8 +165,8 @@ def run_body(
     With `to_the_end` the last layer runs all its stages, too.
     """
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
-    (listed,) = stages.residual(model.dtype, model.hidden_size)
-    x = model.embed(inputs.token_ids, listed.take(residents, num_rows))
+    (buffer,) = stages.residual(model.dtype, model.hidden_size)
+    x = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
 
     num_heads = model.num_heads if plan.layout.keep_queries else 0
@@ -198,8 +198,8 @@ def run_body(
             yield seconds.attend
             with scratch.scope("attend"):
                 sources = sources_of(layouts, k, v, index, caches)
-                given = x[rows], tables(rows), sources, None if q is None else q[rows], scratch
-                layer.attention.attend(*given, num_adapter_rows=rows.stop - first_adapter_row)
+                arguments = x[rows], tables(rows), sources, None if q is None else q[rows], scratch
+                layer.attention.attend(*arguments, num_adapter_rows=rows.stop - first_adapter_row)
         for rows in feeding:
             yield seconds.feed_forward
             layer.mlp_stage.feed_forward(x[rows], scratch)
@@ -226,8 +226,8 @@ def run_last_layer(
     layer = model.layers[index]
     for rows, _, layouts, _, num_adapted in parts:
         with scratch.scope("sample rows"):
-            listed, _ = stages.read_rows(model.dtype, model.hidden_size)
-            x = listed.take(scratch, rows.numel())
+            buffer, _ = stages.read_rows(model.dtype, model.hidden_size)
+            x = buffer.take(scratch, rows.numel())
             torch.index_select(body.x, 0, rows, out=x)
             if body.keys_values is None:
                 yield x
@@ -246,8 +246,8 @@ def _projections(
     model: DiffusionModel, num_heads: int, num_rows: int, residents: Buffers
 ) -> Tensor:
     """Allocate a layer's keys and values of all rows, with `num_heads` query heads."""
-    listed = stages.fused_heads(model.dtype, num_heads, model.num_kv_heads, model.head_dim)
-    return listed.take(residents, num_rows)
+    buffer = stages.fused_heads(model.dtype, num_heads, model.num_kv_heads, model.head_dim)
+    return buffer.take(residents, num_rows)
 
 
 def target_of(

@@ -59,5 +59,5 @@ def _free_bytes(device: torch.device, utilization: float) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # memory that loading the weights has left reserved
     free, total = torch.cuda.mem_get_info(device)
-    taken = total - free
-    return min(free, int(total * utilization) - taken) - OUTSIDE_BYTES
+    used = total - free
+    return min(free, int(total * utilization) - used) - OUTSIDE_BYTES

@@ -38,7 +38,7 @@ class Proposals(CanvasGuest):
         self._view: CanvasView | None = None
         self._num_top = params.num_logprobs or 0
         self._mask_id = params.mask_id
-        # the proposed token, then the most likely tokens
+        # The proposed token, then the most likely tokens.
         shape = (params.gen_length, 1 + self._num_top)
         self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
         self._logprobs = np.full(shape, np.nan, dtype=np.float32)
@@ -63,8 +63,8 @@ class Proposals(CanvasGuest):
         """
         if candidates.logprobs is not None and candidates.positions.size:
             logprobs = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
-            standing = tokens[candidates.positions]
-            is_new = (standing == self._mask_id) | self._confirms(candidates, standing)
+            current = tokens[candidates.positions]
+            is_new = (current == self._mask_id) | self._confirms(candidates, current)
             self._note(candidates, logprobs, commit, is_new)
         positions = commit.positions - self._prompt_length
         # The last block may be longer than the canvas.
@@ -103,13 +103,13 @@ class Proposals(CanvasGuest):
             is_given = np.isnan(value) & (tokens == self._params.think_ids[1])
             value = np.where(is_given, 0.0, value)
         positions = candidates.positions - self._prompt_length
-        noted = is_new & (positions >= 0) & (positions < len(self._ranks))
-        at = positions[noted]
-        self._tokens[at, 0] = tokens[noted]
-        self._logprobs[at, 0] = value[noted]
-        self._ranks[at] = rank[noted]
-        self._tokens[at, 1:] = logprobs.top_tokens.numpy()[:, noted].T
-        self._logprobs[at, 1:] = logprobs.top.numpy()[:, noted].T
+        is_recorded = is_new & (positions >= 0) & (positions < len(self._ranks))
+        at = positions[is_recorded]
+        self._tokens[at, 0] = tokens[is_recorded]
+        self._logprobs[at, 0] = value[is_recorded]
+        self._ranks[at] = rank[is_recorded]
+        self._tokens[at, 1:] = logprobs.top_tokens.numpy()[:, is_recorded].T
+        self._logprobs[at, 1:] = logprobs.top.numpy()[:, is_recorded].T
 
     def fill(self, start: int, token: int, end: int | None) -> None:
         """Record that the rule has set positions from `start` on to `token`, which is certain."""

@@ -114,7 +114,7 @@ class Recorder(CanvasGuest):
         self._logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
         self._entropies = np.full(len(tokens), np.nan, dtype=np.float32)
         self._is_filled = np.zeros(len(tokens), dtype=np.bool_)
-        # first step with a candidate at each position; 0 for none
+        # First step with a candidate at each position; 0 for none.
         self._first_eligible = np.zeros(len(tokens), dtype=np.int32)
         self._commits: list[tuple[Array, Array, Array, Array]] = []  # arguments of `_put`
         self._replaces = False  # whether some position was, or may have been, written twice
@@ -172,9 +172,9 @@ class Recorder(CanvasGuest):
 
     def _catch_up(self) -> None:
         """Process all notes: the commits between two fills are processed together."""
-        noted, self._noted = self._noted, []
+        notes, self._noted = self._noted, []
         commits: list[_Noted] = []
-        for item in noted:
+        for item in notes:
             if isinstance(item, _Noted):
                 commits.append(item)
                 continue
@@ -201,7 +201,7 @@ class Recorder(CanvasGuest):
         at = np.searchsorted(seen * width + eligible, placed * width + positions)
         logprobs = CandidateLogprobs.unpack(np.concatenate(parts[1], axis=1)[:, at])
         first = np.zeros(width, dtype=np.int32)
-        # if a position occurs several times, the last assignment wins
+        # If a position occurs several times, the last assignment wins.
         first[eligible[::-1]] = seen[::-1]
         self._first_eligible = np.where(self._first_eligible > 0, self._first_eligible, first)
         # Rules that replace tokens have candidates at positions that already hold a token.

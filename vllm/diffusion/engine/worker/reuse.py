@@ -55,7 +55,8 @@ class Windows(ABC):
 
         Args:
             forward: the forward, as returned by `next`.
-            committed: number of positions from 0 whose tokens never change again.
+            committed: number of positions from 0 whose tokens, as the forward read them, never
+                change again.
         """
 
     def keep(self, num_kept: int) -> None:

@@ -82,10 +82,10 @@ class RowPartition:
         """
         places, narrow = self.in_share(rows), []
         for chunk in all_chunks:
-            held = places[(places >= chunk.rows.start) & (places < chunk.rows.stop)]
-            if held.size:
-                start = int(held.min()) // unit * unit
-                stop = (int(held.max()) // unit + 1) * unit
+            inside = places[(places >= chunk.rows.start) & (places < chunk.rows.stop)]
+            if inside.size:
+                start = int(inside.min()) // unit * unit
+                stop = (int(inside.max()) // unit + 1) * unit
                 local = slice(max(start, chunk.rows.start), min(stop, chunk.rows.stop))
                 narrow.append(self._chunk(local))
         return narrow
@@ -182,13 +182,15 @@ def rounds_of(parts: Sequence[SamplePart[Array]], division: RowPartition) -> lis
     rank, size = division.peers.rank, division.peers.size
     rounds = []
     for first in range(0, len(parts), size):
-        taken = parts[first : first + size]
-        given = [division.in_share(p.rows[division.on_rank(p.rows) == rank]) for p in taken]
-        part = taken[rank] if rank < len(taken) else None
+        round_parts = parts[first : first + size]
+        sent_rows = [
+            division.in_share(p.rows[division.on_rank(p.rows) == rank]) for p in round_parts
+        ]
+        part = round_parts[rank] if rank < len(round_parts) else None
         owners = division.on_rank(_NO_ROWS if part is None else part.rows)
-        sent = [rows.size for rows in given] + [0] * (size - len(taken))
+        sent = [rows.size for rows in sent_rows] + [0] * (size - len(round_parts))
         received = np.bincount(owners, minlength=size).tolist()
-        rounds.append(LogitsExchange(part, np.concatenate(given), sent, received))
+        rounds.append(LogitsExchange(part, np.concatenate(sent_rows), sent, received))
     return rounds
 
 

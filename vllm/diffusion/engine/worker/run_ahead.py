@@ -38,8 +38,8 @@ def next_behind(
         for req_id, canvas in canvases.items()
         if req_id not in apart and not canvas.is_complete
     }
-    taken = step_behind(in_flight, sizes, runner.planner.row_budget, limits)
-    return taken if taken and runner.runs_whole(sum(taken.values())) else {}
+    step = step_behind(in_flight, sizes, runner.planner.row_budget, limits)
+    return step if step and runner.runs_whole(sum(step.values())) else {}
 
 
 def step_behind(
@@ -73,15 +73,15 @@ def step_behind(
         kinds.setdefault((forward.keeps, forward.is_window and not fit_a_graph), []).append(req_id)
     for forward in waiting.values():
         are_windows = forward.is_window and not fit_a_graph
-        alike = kinds.pop((forward.keeps, are_windows), None)
-        if alike is None:
+        same_kind = kinds.pop((forward.keeps, are_windows), None)
+        if same_kind is None:
             continue  # this kind has been handled already
-        all_rows = sum([forwards[req_id].rows for req_id in alike])
+        all_rows = sum([forwards[req_id].rows for req_id in same_kind])
         rows = min(row_budget, max(limits.rows, 0 if are_windows else -(-all_rows // 2)))
-        max_requests = max(limits.requests, -(-len(alike) // 2))
-        all_fit = all_rows <= rows and len(alike) <= max_requests
-        if not all_fit or set(alike).isdisjoint(in_flight):
-            taken = list(islice(filter(waiting.__contains__, alike), max_requests))
-            units = {r: unit for r in taken if (unit := waiting[r].unit) is not None}
-            return take_turns({r: waiting[r].rows for r in taken}, rows, units)
+        max_requests = max(limits.requests, -(-len(same_kind) // 2))
+        all_fit = all_rows <= rows and len(same_kind) <= max_requests
+        if not all_fit or set(same_kind).isdisjoint(in_flight):
+            chosen = list(islice(filter(waiting.__contains__, same_kind), max_requests))
+            units = {r: unit for r in chosen if (unit := waiting[r].unit) is not None}
+            return take_turns({r: waiting[r].rows for r in chosen}, rows, units)
     return {}

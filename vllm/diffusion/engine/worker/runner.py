@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run denoise steps: build, plan, compute, sample and commit one step of the given requests.
 
-`StepLoop` calls this module. It decides which requests step next and handles errors.
+`StepLoop` calls this module, decides which requests step next, and handles errors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class DiffusionModelRunner:
         ranks = self._ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
-        # created for the first request that shares a prompt
+        # Created for the first request that shares a prompt.
         self._firsts: FirstForwards | None = None
         self._weighs_guesses = weighs_guesses
         self._speculation: Speculation | None = None  # created for the first request with drafts
@@ -125,7 +125,7 @@ class DiffusionModelRunner:
         self.usage = self.idle_usage  # usage of the latest collected step
         self._packing: Packing | None = None  # packing of the latest step
         # Collected steps that are not reported yet, each with the time.perf_counter() of its end.
-        self._over: list[tuple[Step, float]] = []
+        self._collected: list[tuple[Step, float]] = []
 
     # ---- one denoise step ----
 
@@ -170,7 +170,7 @@ class DiffusionModelRunner:
                 outcomes[canvas.req_id] = _commit(canvas, row_candidates)
         if self._speculation is not None:
             self._speculation.accept(step.rows, step.samples.host.numpy(), candidates, outcomes)
-        self._over.append((step, time.perf_counter()))
+        self._collected.append((step, time.perf_counter()))
         return outcomes
 
     def report_collected(self) -> None:
@@ -180,8 +180,8 @@ class DiffusionModelRunner:
         """
         if self._speculation is not None:
             self._speculation.learn_from_probes()
-        over, self._over = self._over, []
-        for step, ended in over:
+        collected, self._collected = self._collected, []
+        for step, ended in collected:
             self.usage = step.memory.usage(self.idle_usage)
             if self._log is not None and step_logger.isEnabledFor(logging.INFO):
                 self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
@@ -307,8 +307,8 @@ class DiffusionModelRunner:
                 self.long_steps.drop(req_id)
             if self._speculation is not None:
                 self._speculation.release_draft_pages(req_id)
-            kept = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
-            canvas.assign(kept, new.num_kept)
+            cache = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
+            canvas.assign(cache, new.num_kept)
         if new_pages:
             self.pages.update_table()
 
@@ -338,8 +338,8 @@ class DiffusionModelRunner:
     def idle_usage(self) -> StepUsage:
         """Memory report without a step."""
         caches = self.caches
-        kept = (caches.num_bytes, caches.host_bytes) if caches.num_pages else (0, 0)
-        return StepUsage(self.budget_bytes, self.planner.rates, *kept)
+        cache_bytes = (caches.num_bytes, caches.host_bytes) if caches.num_pages else (0, 0)
+        return StepUsage(self.budget_bytes, self.planner.rates, *cache_bytes)
 
 
 def _commit(canvas: Canvas, result: Candidates | BatchedCommit) -> Exception | None:

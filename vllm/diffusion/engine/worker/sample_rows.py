@@ -151,8 +151,8 @@ class SampleRows:
         for canvas, target in zip(self.batch.canvases, self.batch.targets, strict=True):
             start, end = end, end + target.eligible.size
             logprobs = extras[:, start:end] if canvas.wants_logprobs else None
-            given = scores[start:end], canvas.draws(target.eligible), logprobs
-            awaited.append((target.eligible, slice(start, end), *given))
+            fields = scores[start:end], canvas.draws(target.eligible), logprobs
+            awaited.append((target.eligible, slice(start, end), *fields))
         table.wait()  # from here on the device waits
         tokens, greedy = (x.astype(np.int64) for x in (samples.tokens, samples.greedy))
         choices: list[BatchedCommit | None] = [None] * len(self.batch.targets)

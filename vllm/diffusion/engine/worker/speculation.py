@@ -95,7 +95,7 @@ class Speculation:
 
     Args:
         canvases: all running requests.
-        pages: pages of kept keys and values.
+        pages: pages of cached keys and values.
         times: function that returns the times of steps with or without windows; None drafts as many
             states as requests ask for.
         can_grow: whether the page store may grow for drafts.
@@ -149,9 +149,9 @@ class Speculation:
         Returns:
             whether the step could have had drafts.
         """
-        had, self._sources = bool(self._sources), {}
+        had_drafts, self._sources = bool(self._sources), {}
         self._pages.release_all()
-        return had
+        return had_drafts
 
     def reset(self) -> None:
         """Forget candidates and acceptance rates of earlier weights."""
@@ -220,14 +220,14 @@ class Speculation:
         if self._times is None or not eligible:
             return limits
         times = self._times(all(canvas.window.cache is not None for canvas in canvases))
-        # cached, because requests often have equal chances
-        known: dict[tuple[Kind, int], list[float]] = {}
+        # Cached, because requests often have equal chances.
+        cached_chances: dict[tuple[Kind, int], list[float]] = {}
         offers = []
         for canvas in eligible:
             (drafter, kind, chance), limit = self._drafting[canvas.req_id], limits[canvas.req_id]
-            chances = known.get((kind, limit))
+            chances = cached_chances.get((kind, limit))
             if chances is None:
-                chances = known[kind, limit] = drafter.chances(limit, chance)
+                chances = cached_chances[kind, limit] = drafter.chances(limit, chance)
             offers.append(DraftOffer(chances, canvas.next_rows))
         counts = choose_num_drafts(offers, len(canvases), rows, times)
         if not any(counts) and self._num_rounds >= self._backoff_until + PROBE_STEPS:
@@ -259,8 +259,8 @@ class Speculation:
             return drafts
         stop = max(draft.positions.stop for draft in drafts)
         caches = self._pages.of(canvas, window.first, stop, len(drafts))
-        for draft, kept in zip(drafts, caches, strict=False):
-            draft.window = draft.window._replace(cache=kept)
+        for draft, draft_cache in zip(drafts, caches, strict=False):
+            draft.window = draft.window._replace(cache=draft_cache)
         return drafts[: len(caches)]
 
     def _draft_states(
@@ -290,8 +290,8 @@ class Speculation:
 
         Called after the next launch, so that the device does not wait for it.
         """
-        watched, self._probes = self._probes, []
-        for step in watched:
+        probes, self._probes = self._probes, []
+        for step in probes:
             canvas = step.canvas
             if self._canvases.get(canvas.req_id) is not canvas or canvas.is_complete:
                 continue

@@ -248,9 +248,9 @@ class GraphRunner:
             took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
             )
-            known = seconds[bucket.is_cached]
-            known[bucket.rows] = min(known.get(bucket.rows, math.inf), took_us / 1e6)
-        self.times = {is_cached: StepTimes.of(known) for is_cached, known in seconds.items()}
+            times = seconds[bucket.is_cached]
+            times[bucket.rows] = min(times.get(bucket.rows, math.inf), took_us / 1e6)
+        self.times = {is_cached: StepTimes.of(times) for is_cached, times in seconds.items()}
 
     def _copy_table(self) -> None:
         """Copy the store's page table to the address that graphs read."""
@@ -276,15 +276,17 @@ class GraphRunner:
             stale.inputs.wait()  # before their memory is reused
         pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
         inputs = bucket.inputs(pages, max_keys, has_blocks=self._has_blocks)
-        given = ops.GraphInputs(inputs, self._caches.device)
-        fill(given.to_write(), batch)
+        graph_inputs = ops.GraphInputs(inputs, self._caches.device)
+        fill(graph_inputs.to_write(), batch)
         plan = plan.resized(bucket.rows)
-        where = (self._pool, self._scratch, self._caches)
+        memory = (self._pool, self._scratch, self._caches)
 
         def run() -> BodyOutputs:
-            given.upload()
-            ended = bucket.is_ended or self._model.routes_windows
-            work = run_body(self._model, given.tensors, plan, *where, to_the_end=ended)
+            graph_inputs.upload()
+            runs_all_rows = bucket.is_ended or self._model.routes_windows
+            work = run_body(
+                self._model, graph_inputs.tensors, plan, *memory, to_the_end=runs_all_rows
+            )
             return run_to_end(work)
 
         if stale is None:
@@ -297,7 +299,7 @@ class GraphRunner:
             ops.align_ranks()
         self._memory.settle(self._agreement.all_reduce_max(self._memory.used_bytes))
         generation = self._caches.generation * bucket.is_cached
-        self._captured[bucket] = _Captured(graph, given, outputs, generation)
+        self._captured[bucket] = _Captured(graph, graph_inputs, outputs, generation)
         return self._captured[bucket]
 
     def _bytes_of(self, batch: StepBatch) -> int:

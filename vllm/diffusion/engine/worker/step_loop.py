@@ -156,12 +156,12 @@ class StepLoop:
 
         Returns:
             the failures of requests without memory for their keys and values, and the results of
-                requests whose first step is computed from another request's results.
+            requests whose first step is computed from another request's results.
         """
         results = {}
-        if kept := sum(new.kept_positions for new in admitted if not new.host_layers):
+        if num_kept := sum(new.kept_positions for new in admitted if not new.host_layers):
             # Grow the store once for all requests, so that cached keys move only once.
-            self._runner.pages.provide(kept)
+            self._runner.pages.provide(num_kept)
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
@@ -172,8 +172,8 @@ class StepLoop:
             if error is not None:
                 results[new.req_id] = self._failed(new.req_id, error)
                 continue
-            what = f"request {new.req_id} computes its first step itself"
-            outcomes, _ = self._tried(what, self._runner.run_known_step, new)
+            message = f"request {new.req_id} computes its first step itself"
+            outcomes, _ = self._attempt(message, self._runner.run_known_step, new)
             results |= self._results(outcomes or {})
         return results
 
@@ -217,8 +217,8 @@ class StepLoop:
         failures: dict[str, Exception] = {}
         step, req_id = None, step_slice.req_id
         if self._is_ready(req_id, failures, step_slice.rows):
-            what = f"a slice of request {req_id} could not be launched"
-            step, failure = self._tried(what, self._runner.launch_slice, step_slice)
+            message = f"a slice of request {req_id} could not be launched"
+            step, failure = self._attempt(message, self._runner.launch_slice, step_slice)
             if failure is not None:
                 self._runner.drop_paused_step()
                 if isinstance(failure, OUT_OF_MEMORY) and self._restarted != req_id:
@@ -232,7 +232,7 @@ class StepLoop:
 
     def _start(self, new: NewCanvas) -> Exception | None:
         """Start a request; return its error if it cannot start on some rank."""
-        _, failure = self._tried(f"request {new.req_id} cannot start", self._runner.start, new)
+        _, failure = self._attempt(f"request {new.req_id} cannot start", self._runner.start, new)
         if failure is not None:
             self._runner.remove(new.req_id)
         return failure
@@ -242,9 +242,9 @@ class StepLoop:
         in_flight = {req_id for launched in self._in_flight for req_id in launched.req_ids}
         if len(self._in_flight) == MAX_IN_FLIGHT or in_flight.issuperset(self._runner.canvases):
             return
-        taken = next_behind(self._runner, in_flight, apart, self.limits)
-        if taken:
-            self._in_flight.append(self._launch(taken))
+        rows = next_behind(self._runner, in_flight, apart, self.limits)
+        if rows:
+            self._in_flight.append(self._launch(rows))
 
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step in which each request may compute the given rows.
@@ -258,8 +258,8 @@ class StepLoop:
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
         has_trimmed = False
         while ready:
-            what = "a denoise step could not be launched"
-            step, failure = self._tried(what, self._runner.launch, ready)
+            message = "a denoise step could not be launched"
+            step, failure = self._attempt(message, self._runner.launch, ready)
             if failure is None:
                 return LaunchResult(step, failures)
             if not isinstance(failure, OUT_OF_MEMORY):
@@ -282,8 +282,8 @@ class StepLoop:
         """Return the requests that also fail in a step of their own, with their errors."""
         failing = {}
         for req_id in req_ids:
-            what = f"a denoise step of request {req_id} alone could not be launched"
-            _, failure = self._tried(what, self._runner.launch, [req_id])
+            message = f"a denoise step of request {req_id} alone could not be launched"
+            _, failure = self._attempt(message, self._runner.launch, [req_id])
             if failure is not None and not isinstance(failure, OUT_OF_MEMORY):
                 failing[req_id] = failure
         return failing
@@ -310,8 +310,8 @@ class StepLoop:
         outcomes: Outcomes = {}
         if step is not None:
             self._num_rows += step.batch.num_rows
-            what = f"a denoise step failed; its {len(step.req_ids)} requests end"
-            collected, failure = self._tried(what, self._runner.collect, step)
+            message = f"a denoise step failed; its {len(step.req_ids)} requests end"
+            collected, failure = self._attempt(message, self._runner.collect, step)
             outcomes = collected or {}
             if failure is not None:
                 failures = failures | dict.fromkeys(step.req_ids, failure)
@@ -320,10 +320,10 @@ class StepLoop:
         move_to_end(canvases, outcomes)
         return outcomes
 
-    def _tried(
-        self, what: str, call: Callable[[A], T], argument: A
+    def _attempt(
+        self, message: str, call: Callable[[A], T], argument: A
     ) -> tuple[T | None, Exception | None]:
-        """Call a function; return its result or any rank's failure. `what` is the log message.
+        """Call a function; return its result or any rank's failure. `message` is the log message.
 
         Out-of-memory errors are not logged here, because the caller decides which request ends.
         """
@@ -332,7 +332,7 @@ class StepLoop:
             result = call(argument)
         except Exception as error:
             if not isinstance(error, OUT_OF_MEMORY):
-                logger.exception(what)
+                logger.exception(message)
             failure = error.with_traceback(None)  # the frames of its traceback hold tensors
         if self._agreement is not None:
             failure = self._agreement.reach(failure)

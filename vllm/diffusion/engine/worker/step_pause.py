@@ -98,7 +98,7 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
 
     Returns:
         failures by request: a request that read another request's prompt had no memory for its own
-            cache.
+        cache.
     """
     failures: Outcomes = {}
     runner.generation += 1

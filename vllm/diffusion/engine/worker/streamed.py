@@ -79,24 +79,24 @@ def run_streamed(
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)
         attend_chunks = [chunk.places for chunk in (*cuts.attend, *cuts.last_attend)]
-        dealt = tuple((r.given, r.positions) for r in rounds)
-        given = batch.inputs(attend_chunks, division.local), dealt
-        inputs, samples = ops.to_device(given, caches.device)
+        round_arrays = tuple((r.given, r.positions) for r in rounds)
+        host_inputs = batch.inputs(attend_chunks, division.local), round_arrays
+        inputs, samples = ops.to_device(host_inputs, caches.device)
         if batch.slot_mapping.size:
             caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
         layers = kind or StreamedForward
         streamed = layers(forward.model, plan, inputs, division, cuts, pool, host, caches)
         yield from streamed.run()
         sampled = []
-        for taken, (held, positions) in zip(rounds, samples, strict=True):
+        for exchange, (given_rows, positions) in zip(rounds, samples, strict=True):
             yield plan.chunk_seconds.logits
             with pool.scope("sample rows"):
-                hidden = streamed.hidden(taken, held)
-                if taken.part is None or taken.part is EMPTY_PART:
+                hidden = streamed.hidden(exchange, given_rows)
+                if exchange.part is None or exchange.part is EMPTY_PART:
                     continue
                 if plan.layout.shards == 1 and forward.note_first is not None:
-                    forward.note_first(batch, taken.part, hidden)
-                sampled.append(forward.sampled(rows, taken.part, positions, hidden))
+                    forward.note_first(batch, exchange.part, hidden)
+                sampled.append(forward.sampled(rows, exchange.part, positions, hidden))
         if batch.slot_mapping.size:
             caches.end_step()
         joined = Samples.joined(sampled)
@@ -150,8 +150,8 @@ class StreamedForward:
         self.x, self._updated = stores[0], stores[-1]
         self.group_heads = model.num_kv_heads // num_groups
         heads = self.group_heads // division.peers.size, model.head_dim
-        listed = keys_values(self.keys_dtype or model.dtype, *heads)
-        self.k, self.v = (buffer.take(pool, division.num_rows) for buffer in listed)
+        kv_buffers = keys_values(self.keys_dtype or model.dtype, *heads)
+        self.k, self.v = (buffer.take(pool, division.num_rows) for buffer in kv_buffers)
         self._seconds = plan.chunk_seconds
         self.peers, self.cuts, count = division.peers, cuts, len(cuts.attend)
         self._layouts = inputs.layouts[:count]

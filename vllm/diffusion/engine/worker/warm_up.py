@@ -147,18 +147,18 @@ def _sizes(rows: tuple[int, ...], row_budget: int) -> tuple[int, ...]:
 
 def _num_pages(requests: list[NewCanvas]) -> int:
     """Return the number of pages of a store that holds all keys and values of these requests."""
-    taken = (pages.page_ids for pages in _pages(requests).values())
-    return max((max(page_ids) + 1 for page_ids in taken), default=0)
+    page_lists = (pages.page_ids for pages in _pages(requests).values())
+    return max((max(page_ids) + 1 for page_ids in page_lists), default=0)
 
 
 def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
     """Assign pages, from 0, to the requests whose pages the scheduler would assign."""
-    given, start = {}, 0
+    new_pages, start = {}, 0
     for new in requests:
         if new.params.cache == "exact":
             end = start + num_pages(len(new.prompt_token_ids) + new.params.gen_length)
-            given[new.req_id], start = NewPages(list(range(start, end)), num_kept=0), end
-    return given
+            new_pages[new.req_id], start = NewPages(list(range(start, end)), num_kept=0), end
+    return new_pages
 
 
 def _request(

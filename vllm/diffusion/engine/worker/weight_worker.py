@@ -125,7 +125,7 @@ class WeightWorker(WorkerBase):
     _may_cancel = False  # whether the last update was refused before a weight changed
     _failed_before: str | None = None  # reason why steps were paused when the update began
     _did_last = False  # whether the last call of an update succeeded
-    # sizes of the page store, while its memory is released
+    # Sizes of the page store, while its memory is released.
     _fixed_pages: tuple[int, int] | None = None
     _reasons: Mapping[str, str] = MappingProxyType({})  # reasons why steps are paused, by holder
 
@@ -137,7 +137,7 @@ class WeightWorker(WorkerBase):
         transfer = self._transfer_engine()
         transfer.init_transfer_engine(transfer.parse_init_info(init_info))
         group = getattr(transfer, "model_update_group", None)
-        # a disabled group's broadcasts would silently do nothing
+        # A disabled group's broadcasts would silently do nothing.
         if group is not None and group.disabled:
             version = ".".join(map(str, torch.cuda.nccl.version()))
             raise RefusedCallError(
@@ -311,7 +311,7 @@ class WeightWorker(WorkerBase):
     def agree_on_failure(self, failure: Exception | None) -> Exception | None:
         """Return the failure of any rank, on all ranks; None if there is none."""
         if (agreement := self.model_runner.agreement) is not None:
-            # this rank's failure: the gather below also reports it to the other ranks
+            # This rank's failure: the gather below also reports it to the other ranks.
             with suppress(Exception):
                 agreement.reach(failure)
         failures = self.ranks.every.all_gather_object(None if failure is None else str(failure))

@@ -87,7 +87,7 @@ class ForwardWindow:
         self._may_have_fp8 = params.has_fp8_attention(length)
         kept_length = length if cache is None else cache.length
         self._windows = windows_of(params, visibility, prompt_length, kept_length)
-        # a forward that has begun and writes to pages of the request
+        # A forward that has begun and writes to pages of the request.
         self._in_flight: Forward | None = None
         # Rows of the next forward's target. It rarely changes, so the values below are cached.
         self._target = (0, 0)

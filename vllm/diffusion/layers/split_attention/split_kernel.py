@@ -87,7 +87,7 @@ def part_kernel(
     OVERLAPS: tl.constexpr,
 ):
     # The last programs compute tiles that the captured graph has and this step lacks, so the other
-    # programs start on as many multiprocessors as possible.
+    # programs start on all multiprocessors if possible.
     KV_HEADS: tl.constexpr = HEADS // GROUP
     program = tl.program_id(0)
     number = program // (KV_HEADS * num_splits)

@@ -46,8 +46,8 @@ export class Trace {
     return frame;
   }
 
-  // Mark the answer as complete: append a last frame without fresh tokens, in which all positions
-  // that no step has committed are unused.
+  // Mark the answer as complete: append a last frame without fresh tokens, in which all
+  // positions that no step has committed are unused.
   settle() {
     const { step = 0, seconds = 0, committed = 0 } = this.frames.at(-1) ?? {};
     const left = [...this.head.state.keys()].filter((i) => this.head.state[i] < COMMITTED);
