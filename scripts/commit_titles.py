@@ -32,8 +32,8 @@ def advice_on(title: str) -> Iterator[str]:
         yield f"{len(title)} characters; write at most {MAX_CHARACTERS}, the rest into the body"
     if not re.match(PACKAGES + "[a-z]", title):
         yield "write `package: imperative`, as in `planner: cap chunks by the memory budget`"
-    elif found := re.match(f"{PACKAGES}({NOT_IMPERATIVE})", title):
-        yield f"write an imperative such as `add` or `fix` in place of `{found[1]}`"
+    elif hit := re.match(f"{PACKAGES}({NOT_IMPERATIVE})", title):
+        yield f"write an imperative such as `add` or `fix` in place of `{hit[1]}`"
 
 
 def titles_of_branch() -> list[tuple[str, str]]:

@@ -93,12 +93,12 @@ def python_texts(source: str) -> Iterator[Text]:
 def findings(text: Text) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the words and the advice of each finding."""
     for pattern, advice in text.advice.items():
-        for found in re.finditer(pattern, text.text):
-            yield text.line + text.text[: found.start()].count("\n"), found[0], advice
-    for found in re.finditer(r"[^\s.!?|][^|]*?(?=[.!?]\W*\s|\||\Z)", text.text):
-        words = [word for word in found[0].split() if re.search(r"\w|``", word)]
+        for hit in re.finditer(pattern, text.text):
+            yield text.line + text.text[: hit.start()].count("\n"), hit[0], advice
+    for hit in re.finditer(r"[^\s.!?|][^|]*?(?=[.!?]\W*\s|\||\Z)", text.text):
+        words = [word for word in hit[0].split() if re.search(r"\w|``", word)]
         if len(words) > text.max_words:
-            line = text.line + text.text[: found.start()].count("\n")
+            line = text.line + text.text[: hit.start()].count("\n")
             advice = f"{len(words)} words: split the sentence (at most {text.max_words} words)"
             yield line, " ".join(words[:5]), advice
 

@@ -93,8 +93,3 @@ def test_a_comment_is_no_second_half_of_a_sentence(tmp_path: Path) -> None:
     )
     [finding] = check(tmp_path / "a.py", text)
     assert finding == '1: "of": begin with a noun: rows per tile'
-
-
-def test_the_repository_passes() -> None:
-    done = run_python(ROOT / "scripts" / "prose.py")
-    assert (done.returncode, done.stdout) == (0, "")
