@@ -118,7 +118,7 @@ class Oracle:
 
         def recorded(req_ids: list[str]) -> Any:
             step = launch(req_ids)
-            for canvas, target in zip(step.batch.canvases, step.batch.targets, strict=True):
+            for canvas, target in zip(step.batch.items, step.batch.targets, strict=True):
                 if target.eligible.size:
                     self._note(DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target))
             return step

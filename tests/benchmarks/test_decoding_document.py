@@ -17,6 +17,7 @@ TEXT, REQUESTS = (
 )
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", tuple: "token ids"}
 TYPES |= {list: "list", dict: "object"}
+ORDERS = {"in turn": "one after the other", "together": "several at once", "none": "no blocks"}
 OF_SEVERAL = {"prompt": "string or list", "messages": "list"}
 
 
@@ -27,11 +28,13 @@ def test_the_tables_of_algorithms_are_those_of_their_records(table: dict[str, Al
     default_of = {family.name: family.default_algorithm for family in families}
     assert set(default_of.values()) <= set(table)
     rows = "\n".join(
-        f"| `{a.name}` | {a.commits} | {'; '.join(documented_parameters(a))} | "
+        f"| `{a.name}` | {a.commits} | {'' if is_block_causal else f'{ORDERS[a.blocks]} | '}"
+        f"{'; '.join(documented_parameters(a))} | "
         f"{', '.join(f for f, name in default_of.items() if name == a.name)} | [{a.source}] |"
         for a in table.values()
     )
-    assert f"\n|---|---|---|---|---|\n{rows}\n\n" in TEXT, f"wanted in the document:\n{rows}"
+    columns = "---|" * (5 if is_block_causal else 6)
+    assert f"\n|{columns}\n{rows}\n\n" in TEXT, f"wanted in the document:\n{rows}"
 
 
 def documented_parameters(algorithm: Algorithm) -> list[str]:

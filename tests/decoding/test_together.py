@@ -64,7 +64,7 @@ class Request:
     def take(self, choice: BatchedCommit) -> None:
         """Commit what was chosen beside others."""
         self.write(choice)
-        target = self.rule.go_on(self.tokens, choice.left, choice.has_changes)
+        target = self.rule.next_target(self.tokens, choice.left, choice.has_changes)
         self.num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
         self.target = self.rule.prepare(self.tokens) if target is None else target
 

@@ -58,7 +58,7 @@ def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str)
     with TorchCalls() as calls:
         for one, actual in zip(made, SampleRows(batch).candidates_of(sampled), strict=True):
             one.commit(actual)
-        assert all(one.next_size.rows == 4 for one in made)
+        assert all(one.measure_next_forward().rows == 4 for one in made)
         fill(inputs, build_batch(made, 0, NO_PAGES))
     assert calls.names == ["numpy"]
 
@@ -80,7 +80,7 @@ def test_a_step_lies_where_the_one_before_did_while_its_windows_are_the_same() -
     assert second.token_ids.tolist() == [7, 7, MASK, MASK] * 2
     assert third.token_ids.tolist() == [*[7] * 4, *[MASK] * 4] * 2
     alone = build_batch(made[:1], 0, NO_PAGES, third.packing)
-    assert alone.canvases == (made[0],) and alone.positions.tolist() == [*range(8, 16)]
+    assert alone.items == (made[0],) and alone.positions.tolist() == [*range(8, 16)]
 
 
 def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None:
@@ -90,7 +90,7 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
     for step in range(6):
         if step == 5:  # its pages were taken away, and others hold less
             made.assign(keys, 4)
-        rows = made.next_size.rows
+        rows = made.measure_next_forward().rows
         target, window = made.next_forward()
         seen.append((rows, window.forward.window))
         actual = np.full(target.eligible.size, 7), np.linspace(0.9, 0.5, target.eligible.size)

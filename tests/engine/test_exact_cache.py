@@ -126,7 +126,7 @@ def test_together_with_few_pages_and_rows(
     same(engine.ask(*asks), [*wanted, *wanted[:3]])
     of_rule = [sum(target.eligible.size > 0 for target in batch.targets) for batch in batches]
     assert any(count < len(b.targets) for count, b in zip(of_rule, batches, strict=True))
-    shared = [batch for batch in batches if len(batch.canvases) > 1]
+    shared = [batch for batch in batches if len(batch.items) > 1]
     assert max(batch.num_rows for batch in shared) <= ROW_BUDGET
     assert engine.is_idle()
     assert engine.scheduler.make_stats().kv_cache_usage == 0

@@ -197,7 +197,7 @@ def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
     eligible = part.begin().eligible
     part.commit(Candidates(eligible, np.full_like(eligible, 5), np.zeros(eligible.size)))
     batch = batch_of(part, whole, canvas(30))
-    assert [c.req_id for c in batch.canvases] == ["a", "w", "p"]
+    assert [c.req_id for c in batch.items] == ["a", "w", "p"]
     own, cached = batch.layouts(slice(0, batch.num_rows))
     assert (own.pages, own.rows) == (None, slice(0, 130))
     assert (cached.pages, cached.rows) == (NO_PAGES, slice(130, 138))

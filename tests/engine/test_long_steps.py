@@ -332,7 +332,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     runner.pages.trim()  # so that there is no more room than is in use
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].canvases[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].items[0].num_forwards
     )
     names: list[str] = []
     monkeypatch.setattr(
@@ -362,7 +362,7 @@ def test_a_paused_step_makes_room_for_who_starts(
     wanted, runner = tokens(engine.ask(*asks)), engine.runner
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].canvases[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].items[0].num_forwards
     )
     allocate = runner.pages.allocate
 

@@ -48,27 +48,27 @@ class Recorded:
             (self.answer,) = engine.ask(ask)
 
     def _note(self, step: Any, _: list[str]) -> None:
-        (canvas,) = step.batch.canvases
+        (canvas,) = step.batch.items
         target, _ = canvas.next_forward()
         self.states.append(DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target))
 
     @staticmethod
-    def reaches(certain: DraftState, state: DraftState) -> bool:
+    def reaches(current: DraftState, state: DraftState) -> bool:
         """Whether their forwards are of the same kind."""
-        is_grid = isinstance(certain.rule, GridRule)
-        return state.target.rows == certain.target.rows or is_grid
+        is_grid = isinstance(current.rule, GridRule)
+        return state.target.rows == current.target.rows or is_grid
 
-    def draft(self, certain: DraftState, source: Any, most: int, chance: Any) -> list[DraftState]:
+    def draft(self, current: DraftState, source: Any, most: int, chance: Any) -> list[DraftState]:
         """The states that follow, as far as their forwards are of the same kind."""
         here = next(
             i
             for i, state in enumerate(self.states)
-            if (state.tokens == certain.tokens).all()
-            and state.target.eligible.tolist() == certain.target.eligible.tolist()
+            if (state.tokens == current.tokens).all()
+            and state.target.eligible.tolist() == current.target.eligible.tolist()
         )
         results = []
         for depth, state in enumerate(self.states[here + 1 : here + 1 + most], 1):
-            if state.target.rows[0] < certain.target.rows[0] or not self.reaches(certain, state):
+            if state.target.rows[0] < current.target.rows[0] or not self.reaches(current, state):
                 break
             results.append(state._replace(depth=depth))
         return results

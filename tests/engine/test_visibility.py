@@ -175,7 +175,7 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
         canvas("d", 17, visibility, (9, 16), (5, 17), second, block_length=2),
     ]
     batch = build_batch([*made[:2], *made[:1:-1]], 0, store.table)  # what reads kept keys, moves
-    assert [one.req_id for one in batch.canvases] == ["a", "b", "e", "d", "c"]
+    assert [one.req_id for one in batch.items] == ["a", "b", "e", "d", "c"]
     made[3:] = made[:2:-1]
     tensors = Tensors(batch, store)
     wanted = wanted_rows(tensors, batch, made, visibility)

@@ -186,7 +186,7 @@ class DecodingRule(ABC):
         """
         return None
 
-    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
+    def next_target(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         """Advance the rule after a choice of `BatchedChoice` has been committed.
 
         Args:

@@ -76,7 +76,7 @@ class GridRule(DecodingRule):
         self._front = None
         return super().select(candidates)
 
-    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
+    def next_target(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         self._front = None
         self.step += 1
         self.forbid_mask = not has_changes

@@ -5,7 +5,7 @@ A state is a row of tokens and the rule that has prepared its forward. The candi
 also rank what later states would commit. So a copy of the rule predicts the next states: it decides
 among known candidates as if they came from the later state's own forward.
 
-    certain      a . . . .         depth 0: its forward is next
+    current      a . . . .         depth 0: its forward is next
       |-- 1      a b . . .         depth 1: the best candidate is committed
       |   `- 1   a b . c .         depth 2
       `-- 2      a b . c .         depth 1: the two best are; another state than the one above
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Chance of a draft whose parent is reached, by number of committed candidates and depth.
-Chance: TypeAlias = "Callable[[int | None, int], float]"
+AcceptanceChance: TypeAlias = "Callable[[int | None, int], float]"
 
 MAX_DRAFTED_COMMITS = 8  # maximum number of candidates of a draft that a rule may commit in a step
 _COUNTS = range(1, MAX_DRAFTED_COMMITS + 1)
@@ -38,7 +38,7 @@ class DraftState(NamedTuple):
     """A state of a sequence.
 
     Attributes:
-        depth: steps after the certain state.
+        depth: steps after the current state.
         tokens: [T] int64.
         rule: the rule, which has prepared the forward of the state.
         target: target of that forward.
@@ -75,7 +75,7 @@ class CandidateSource(Protocol):
 
 
 class Drafter:
-    """Drafts the states that follow a certain state.
+    """Drafts the states that follow the current state.
 
     Args:
         is_chain: whether the rule's next commit, or its size, is known, so that each state has one
@@ -89,12 +89,16 @@ class Drafter:
         self._crosses_blocks = crosses_blocks
 
     def draft(
-        self, certain: DraftState, source: CandidateSource, max_drafts: int, chance: Chance
+        self,
+        current: DraftState,
+        source: CandidateSource,
+        max_drafts: int,
+        acceptance_chance: AcceptanceChance,
     ) -> list[DraftState]:
         """Return at most `max_drafts` different drafts, in descending order of chance."""
         drafts, seen = list[DraftState](), set[tuple[int, bytes]]()
-        ranked = _DraftQueue[DraftState](self._counts, chance)
-        ranked.expect_children(certain, 0, 1.0)
+        ranked = _DraftQueue[DraftState](self._counts, acceptance_chance)
+        ranked.expect_children(current, 0, 1.0)
         while ranked and len(drafts) < max_drafts:
             draft_chance, parent, count = ranked.take()
             child = self._child(parent, source, count)
@@ -107,9 +111,9 @@ class Drafter:
                 ranked.expect_children(child, child.depth, draft_chance)
         return drafts
 
-    def chances(self, max_drafts: int, chance: Chance) -> list[float]:
+    def chances(self, max_drafts: int, acceptance_chance: AcceptanceChance) -> list[float]:
         """Return the chances of the drafts that `draft` would try, in its order."""
-        ranked, chances = _DraftQueue[int](self._counts, chance), list[float]()
+        ranked, chances = _DraftQueue[int](self._counts, acceptance_chance), list[float]()
         ranked.expect_children(0, 0, 1.0)
         while len(chances) < max_drafts:
             draft_chance, depth, _ = ranked.take()
@@ -150,11 +154,11 @@ class _DraftQueue(Generic[T]):
 
     Args:
         counts: numbers of candidates that a rule may commit; None if the rule decides.
-        chance: chance of a draft whose parent is reached.
+        acceptance_chance: chance of a draft whose parent is reached.
     """
 
-    def __init__(self, counts: Sequence[int | None], chance: Chance) -> None:
-        self._counts, self._chance = counts, chance
+    def __init__(self, counts: Sequence[int | None], acceptance_chance: AcceptanceChance) -> None:
+        self._counts, self._acceptance_chance = counts, acceptance_chance
         self._queue = list[tuple[float, int, T, int | None]]()
         self._number = 0
 
@@ -165,7 +169,7 @@ class _DraftQueue(Generic[T]):
         """Add the possible children of a state with this depth and chance."""
         for count in self._counts:
             self._number += 1  # children with equal chances keep their order
-            child_chance = chance * self._chance(count, depth + 1)
+            child_chance = chance * self._acceptance_chance(count, depth + 1)
             heappush(self._queue, (-child_chance, self._number, parent, count))
 
     def take(self) -> tuple[float, T, int | None]:

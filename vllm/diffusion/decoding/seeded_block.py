@@ -115,12 +115,12 @@ class SeededQuota(Quota):
             return super().pick
         return None if self._think_end == self.start else ScorePick(1)
 
-    def go_on(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
+    def next_target(self, tokens: Array, left: Array, has_changes: bool) -> ForwardTarget | None:
         if self._is_seed:
             self._front = None
             target = self.prepare(tokens) if self._think_end is None else None
         else:
-            target = super().go_on(tokens, left, has_changes)
+            target = super().next_target(tokens, left, has_changes)
         # Returning None delivers the previous block.
         return None if self._is_seed else target
 

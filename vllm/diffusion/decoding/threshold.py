@@ -48,21 +48,20 @@ class Factor(UntilFilledRule):
         order = most_certain_first(candidates.scores)
         ordered = np.nan_to_num(candidates.scores, nan=-np.inf)[order]
         accepted = np.zeros(order.size, dtype=np.bool_)
-        accepted[order[: num_accepted(ordered, self.params.factor)]] = True
+        accepted[order[: num_within_factor(ordered, self.params.factor)]] = True
         return accepted
 
 
-def num_accepted(scores: Array, factor: float) -> int:
+def num_within_factor(scores: Array, factor: float) -> int:
     """Return how many of `scores` [R] float64, descending, are certain enough to go together.
 
-    The n-th best fails below 1 - factor / (n + 1), from n = 2. All candidates before the first
-    failure are taken, or all but the last candidate if none fails. If that would be none, or all
-    but the last, one more is taken. So a failure of the last candidate alone does not count, as in
-    the reference.
+    The n-th best fails below 1 - factor / (n + 1), from n = 2, so the best one never fails. All
+    candidates before the first failure go together. As in the reference, a failure of the last
+    candidate alone is ignored.
     """
     limits = 1 - factor * (1 / np.arange(2.0, scores.size + 2))
     limits[0] = -np.inf
     failures = (scores < limits).nonzero()[0]
     last = scores.size - 1
     first_failure = int(failures[0]) if failures.size else last
-    return first_failure + (first_failure in (0, last))
+    return first_failure + (first_failure == last)

@@ -132,8 +132,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "factor",
             "threshold.Factor",
-            "the n most confident candidates; n grows while the n-th confidence is at least 1 - "
-            "`factor` / (n + 1)",
+            "the n most confident candidates of the block: the largest n whose n-th confidence is "
+            "at least 1 - `factor` / (n + 1), but at least 1; if only one candidate would remain, "
+            "it is committed, too",
             source=2,
             parameters=("factor",),
             random_scores="all",
@@ -160,10 +161,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "full_attn_multi_block",
             "full_attn_multi_block.FullAttnMultiBlock",
-            "candidates of several blocks at once whose entropy is below `threshold`; a block "
-            "starts when the share `block_add_threshold` of the previous block is committed, and "
-            "gets at least one commit per step once the share `decoded_token_threshold` of it is "
-            "committed",
+            "every candidate of the started blocks whose entropy is below `threshold`, and always "
+            "at least one in the first unfinished block. The next block starts when the share "
+            "`block_add_threshold` of the last started block is committed",
             source=4,
             blocks="together",
             score="entropy",
@@ -181,8 +181,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "multi_block",
             "multi_block.MultiBlock",
-            "like `full_attn_multi_block`, with at least one commit per step over all blocks (on "
-            "Dream: in the first unfinished block); supports `cache: delayed`",
+            "like `full_attn_multi_block`, and also by entropy, but at most one block starts per "
+            "step, and except on Dream the candidate with the lowest entropy of all is always "
+            "committed",
             source=5,
             blocks="together",
             score="entropy",
@@ -212,8 +213,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "dream",
             "dream.Dream",
-            "candidates of the whole canvas, chosen by `alg`; a schedule of noise levels sets "
-            "their number",
+            "about equal shares of the canvas: the candidates that `alg` ranks highest, in any "
+            "place",
             source=7,
             blocks="none",
             score="alg",
@@ -340,10 +341,9 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "self_speculation",
             "self_speculation.SelfSpeculation",
-            "the tokens of `autoregressive` in fewer forward passes: denoising drafts a block "
-            "(each pass fills every candidate whose confidence reaches `threshold`), then one "
-            "causal pass verifies the draft and commits the verified tokens and the token after "
-            "them",
+            "the tokens of `autoregressive`, in fewer forward passes. Denoising drafts a block: "
+            "each pass fills every candidate whose confidence reaches `threshold`. Then one causal "
+            "pass verifies the draft, and commits the verified tokens and the token after them",
             source=13,
             pace="rule alone",
             parameters=("threshold",),
@@ -458,8 +458,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "factor",
             float,
-            "the n most confident candidates are committed while the n-th confidence is at least "
-            "1 - factor / (n + 1)",
+            "factor: the n most confident candidates are committed, with the largest n whose n-th "
+            "confidence is at least 1 - factor / (n + 1)",
             default=1.0,
             minimum=0,
             server_wide=True,
@@ -499,8 +499,9 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "decoded_token_threshold",
             float,
-            "share of a block that must be committed before the next block gets a token in every "
-            "step",
+            "share of a block that must be committed before the next block may become the one that "
+            "gets at least one token in every step; the first unfinished block is that block, so "
+            "values up to 1 do not change the answer",
             default=0.5,
             aliases=("decoded_thresh",),
             server_wide=True,
@@ -559,7 +560,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "eps",
             float,
-            "dream: the noise level falls from 1 to this value in equal steps",
+            "dream: the noise level falls from 1 to this value in equal steps; a step from t to s "
+            "commits the share 1 - s / t of the masked positions",
             default=1e-3,
             minimum=0,
             maximum=1,
@@ -603,7 +605,8 @@ PARAMETERS: tuple[Field, ...] = tuple(
         Field(
             "penalty_lambda",
             float,
-            "joint_threshold: subtracted from the logit of the token immediately before a position",
+            "joint_threshold: subtracted, at every position, from the logit of the token that is "
+            "immediately before it, against repetitions",
             default=0.0,
             minimum=0,
             server_wide=True,

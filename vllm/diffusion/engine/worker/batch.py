@@ -60,7 +60,7 @@ class Packing:
     then windows of some positions, which read cached keys. Columns are [S] int64.
 
     Attributes:
-        canvases: the requests, and the drafts of their states, in the order of their rows.
+        items: the requests, and the drafts of their states, in the order of their rows.
         windows: per request, the positions that are computed.
         pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
@@ -77,7 +77,7 @@ class Packing:
             keys.
     """
 
-    canvases: tuple[BatchItem, ...]
+    items: tuple[BatchItem, ...]
     windows: tuple[Window, ...]
     pages: PageTable
     positions: Array
@@ -105,9 +105,7 @@ class Packing:
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
         """Sequences of each request; for a sequence in parts, only the sampled part."""
         sequences = iter(self.sequences)
-        sizes = [
-            (c.window.num_sequences, w) for c, w in zip(self.canvases, self.windows, strict=True)
-        ]
+        sizes = [(c.window.num_sequences, w) for c, w in zip(self.items, self.windows, strict=True)]
         return tuple([tuple(islice(sequences, n * len(w.parts)))[-n:] for n, w in sizes])
 
     @cached_property
@@ -138,8 +136,8 @@ class StepBatch:
     logit_shift: int
 
     @property
-    def canvases(self) -> tuple[BatchItem, ...]:
-        return self.packing.canvases
+    def items(self) -> tuple[BatchItem, ...]:
+        return self.packing.items
 
     @property
     def positions(self) -> Array:
@@ -168,13 +166,13 @@ class StepBatch:
             num_sequences=self.packing.ends.size,
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
-            fp8_attention=len(self.canvases) == 1 and self.canvases[0].window.has_fp8_attention,
+            fp8_attention=len(self.items) == 1 and self.items[0].window.has_fp8_attention,
         )
 
     @cached_property
     def sample_rows(self) -> int:
         """Number of rows whose logits are computed: two per position with guidance."""
-        requests = zip(self.targets, self.canvases, strict=True)
+        requests = zip(self.targets, self.items, strict=True)
         return sum([target.eligible.size * item.window.num_sequences for target, item in requests])
 
     @property
@@ -228,20 +226,20 @@ def build_batch(
     """Pack the rows that the requests compute in this step.
 
     Args:
-        canvases: the requests of the step.
+        canvases: the requests of the step, and their drafts.
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
-    forwards = sorted([(canvas, *canvas.next_forward()) for canvas in canvases], key=_kind)
+    forwards = sorted([(item, *item.next_forward()) for item in canvases], key=_kind)
     items, targets, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
-        for canvas, window in zip(items, windows, strict=True)
-        for tokens in canvas.sequences
+        for item, window in zip(items, windows, strict=True)
+        for tokens in item.sequences
     ]
-    is_alike = before is not None and before.pages is pages and before.canvases == items
+    is_alike = before is not None and before.pages is pages and before.items == items
     if before is None or not is_alike or before.windows != windows:
         before = _pack(items, windows, pages)
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
@@ -249,9 +247,9 @@ def build_batch(
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
     """Sort key of a request's rows: rows without a cache first, drafts with cached keys last."""
-    canvas, target, window = forward
+    item, target, window = forward
     reads_kept = window.reads_kept
-    return (canvas.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)
+    return (item.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)
 
 
 def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:

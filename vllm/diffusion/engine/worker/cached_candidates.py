@@ -26,13 +26,14 @@ class CachedCandidates:
         canvas: the request.
         rows: sample rows of the step.
         samples: table of the step's samples.
-        number: index of the state in the step.
+        item_index: index of the state among the items of the batch.
     """
 
-    def __init__(self, canvas: Canvas, rows: SampleRows, samples: Array, number: int) -> None:
-        self._canvas, self._rows, self._samples, self._number = canvas, rows, samples, number
+    def __init__(self, canvas: Canvas, rows: SampleRows, samples: Array, item_index: int) -> None:
+        self._canvas, self._rows, self._samples = canvas, rows, samples
+        self._item_index = item_index
         self._step = canvas.num_steps - 1  # step of these candidates
-        self._num_extra_draws = rows.batch.canvases[number].num_extra_draws
+        self._num_extra_draws = rows.batch.items[item_index].num_extra_draws
         self._is_random = has_random_scores(canvas)
         self._known: dict[int, Candidates | None] = {}
 
@@ -46,7 +47,9 @@ class CachedCandidates:
         canvas, is_noisy = self._canvas, self._canvas.params.temperature > 0
         if is_noisy and depth > self._num_extra_draws:
             return None
-        candidates = self._rows.candidates(self._samples, self._number, depth if is_noisy else 0)
+        candidates = self._rows.candidates(
+            self._samples, self._item_index, depth if is_noisy else 0
+        )
         positions, step = candidates.positions, self._step + depth
         if self._is_random and not is_noisy:
             scores = canvas.uniform(REMASKING, positions, step)

@@ -1,5 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of one request on a worker: its canvas and its decoding progress."""
+"""State of one request on a worker: its canvas and its decoding progress.
+
+A token is first a candidate, then committed, settled and final:
+
+- Candidate: a token and a score that a forward predicts for an eligible position.
+- Committed: the decoding rule has chosen the candidate, and the canvas has written it. Some rules
+  later replace committed tokens or mask them again.
+- Settled: the rule never changes the token again. Settled positions start at 0 and have no gaps.
+- Final: settled and ready to be sent to the client. A settled token is not final while the prompt
+  has masks to fill, or while a guest forbids that the answer ends with it.
+
+A guest (`canvas_guest.py`) is an optional capability of the request, such as structured output,
+that takes part in its commits.
+
+A row is one position of one sequence that a forward computes. With guidance a request has two
+sequences, so each position has two rows. `ForwardTarget.rows` are the positions that the rule works
+on.
+
+A step of the runner is one forward pass for several requests. A step of a request (`num_steps`) is
+one commit. With drafts (`speculation.py`) one step of the runner may make several commits.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +54,16 @@ _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
 class Canvas:
-    """Prompt and canvas of a request as one row of tokens on the host, with decoding state.
+    """Prompt and canvas of a request as one sequence of tokens on the host, with decoding state.
 
-    Only `begin` and `commit` write tokens. Tokens that the rule has settled never change, so the
-    canvas up to the last settled token is final and can be reported. The last block of a
-    block-causal family is never cut, so the row may be longer than prompt and canvas.
+    `commit` writes the chosen tokens. `begin`, and `report` after the end of the answer, write the
+    tokens that the rule fills in without a forward. The sequences of block-causal families are
+    rounded up to whole blocks, so T may exceed prompt + canvas.
 
     Attributes:
         req_id: ID of the request.
         params: parameters of the request.
-        tokens: [T] int64, in whole blocks.
+        tokens: [T] int64, prompt and canvas.
         length: T.
         rule: decoding rule of the request, with its state.
         window: the positions of the next forward, and the cached keys and values.
@@ -51,7 +71,7 @@ class Canvas:
             to be scored.
         num_steps: denoise steps so far, as if none were speculative; also the counter of the random
             stream.
-        num_accepted: steps whose forward was a draft of an earlier step.
+        num_accepted_drafts: steps whose forward was a draft.
         num_drafts: drafts that were evaluated.
         num_extra_draws: extra draws of tokens that the next drafts need.
         is_complete: whether the whole answer is final.
@@ -64,12 +84,12 @@ class Canvas:
         visibility = visibility.with_blocks_of(new.params.block_length)
         self.prompt_length = len(new.prompt_token_ids)
         self.length = num_positions(visibility, self.prompt_length, self.params.gen_length)
-        self.tokens = self._masked_row(new.prompt_token_ids, self.params)
+        self.tokens = self._masked_sequence(new.prompt_token_ids, self.params)
         self.window = ForwardWindow(self.params, visibility, self.prompt_length, self.length, cache)
-        # Positions that the unconditional sequence of guidance masks.
+        # Positions that are masked in the unconditional sequence (classifier-free guidance).
         self._known = self.tokens != self.params.mask_id
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
-        # The context of a likelihood is known; its target is masked.
+        # In a likelihood request the tokens to be scored do not count as known.
         if self.params.score is not None:
             self._known[self.params.score.context_length :] = False
         self.rule = make_rule(self.params, self.prompt_length)
@@ -77,29 +97,31 @@ class Canvas:
         self._canvas = self.tokens[self.prompt_length :][: self.params.gen_length]
         self._editor = editor_of(self.params, self.tokens, self.prompt_length)
         self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
-        self._are_only_watching = all(guest.only_watches for guest in self._guests)
+        self._guests_only_watch = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
-        # A commit with fewer settled positions makes no token final.
-        self._next_news = 0
+        # A commit with fewer settled positions makes no token final and no key cacheable, so
+        # `commit` returns early.
+        self._settled_threshold = 0
         self._unreported: list[int] = []  # tokens that became final since the latest report
-        self._num_committed: int | None = None  # see `_look`
+        self._num_committed: int | None = None  # see `count_committed`
         # Target of a forward that has begun and is not committed.
         self._target: ForwardTarget | None = None
-        self._is_for_rule = True  # whether the current forward reaches the rule's rows
-        self._is_over = False  # whether the rule has no masks left to fill
-        self.num_steps = self.num_accepted = self.num_drafts = 0
+        # False if the window of the current forward ends before `target.rows` does.
+        self._reaches_target = True
+        self._rule_has_ended = False  # whether the rule has no masks left to fill
+        self.num_steps = self.num_accepted_drafts = self.num_drafts = 0
         self.num_extra_draws = 0
         self.is_complete = False
 
-    def _masked_row(self, prompt: list[int], params: DiffusionParams) -> Array:
-        """Build the row of prompt and canvas; a suffix comes right after the longest answer."""
-        row = np.full(self.length, params.mask_id, dtype=np.int64)
-        row[: len(prompt)] = prompt
+    def _masked_sequence(self, prompt: list[int], params: DiffusionParams) -> Array:
+        """Build prompt and masked canvas; a suffix comes right after the longest answer."""
+        tokens = np.full(self.length, params.mask_id, dtype=np.int64)
+        tokens[: len(prompt)] = prompt
         if params.suffix_ids and params.eos_id is not None:
             start = len(prompt) + params.max_tokens
-            row[start:] = params.eos_id
-            row[start : start + len(params.suffix_ids)] = params.suffix_ids
-        return row
+            tokens[start:] = params.eos_id
+            tokens[start : start + len(params.suffix_ids)] = params.suffix_ids
+        return tokens
 
     def token_ids(self, positions: Array) -> Array | None:
         """Return the tokens [R, k] whose log probabilities are needed at canvas positions [R]."""
@@ -119,12 +141,12 @@ class Canvas:
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
         """Return the changes of logits at canvas positions [R] that the request asks for, if any.
 
-        `tokens` [T] is the row that the changes depend on; by default the tokens of the request.
+        `tokens` [T] is the sequence that the changes depend on; by default that of the request.
         """
         if self._editor is None:
             return None
-        row = self.tokens if tokens is None else tokens
-        return self._editor.of(row, positions + self.prompt_length)
+        sequence = self.tokens if tokens is None else tokens
+        return self._editor.of(sequence, positions + self.prompt_length)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -137,16 +159,15 @@ class Canvas:
         return self.sequences_of(self.tokens)
 
     def sequences_of(self, tokens: Array) -> tuple[Array, ...]:
-        """Return the rows [T] to compute; the unconditional row masks initially known tokens."""
+        """Return the sequences [T] to compute; the unconditional one masks known tokens."""
         if self.window.num_sequences == 1:
             return (tokens,)
         return tokens, np.where(self._known, self.params.mask_id, tokens)
 
-    @property
-    def next_rows(self) -> int:
-        """Rows of the next forward if its window is not cut.
+    def count_next_rows(self) -> int:
+        """Begin the next forward: return its number of rows if its window is not cut.
 
-        All rows if the rule fails: the launch of the forward reports the error.
+        Returns the rows of all positions if the rule fails; the launch reports the error.
         """
         try:
             self.begin()
@@ -155,19 +176,16 @@ class Canvas:
             self.window.reset()
             return self.length * self.window.num_sequences
 
-    @property
-    def next_size(self) -> NextForward:
-        """Sizes of the next forward, from which the loop decides when to launch it."""
+    def measure_next_forward(self) -> NextForward:
+        """Begin the next forward: return its sizes, from which the loop decides when to launch."""
         if self._target is None or self.window.size is None:
-            # Begins the next forward; if the rule fails, all rows count.
-            rows = self.next_rows
-            return self.window.next_size(rows)
+            return self.window.next_size(self.count_next_rows())
         return self.window.size
 
     @property
     def num_forwards(self) -> int:
         """Number of forwards so far; one forward may serve several steps."""
-        return self.num_steps - self.num_accepted
+        return self.num_steps - self.num_accepted_drafts
 
     @property
     def has_made_one_forward(self) -> bool:
@@ -182,18 +200,21 @@ class Canvas:
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
         """Replace the pages of the request; the arguments are those of `ForwardWindow.assign`."""
         self.window.assign(cache, num_kept)
-        self._next_news = 0
+        self._settled_threshold = 0
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
         """Begin the next forward: return its target and its window.
 
-        If the window is cut before the rule's rows, the target is empty and the rule skips this
-        forward.
+        A window is cut if the step has too few rows for it, or the request too few pages. If the
+        window does not reach the end of the rule's rows, because it is cut or because earlier
+        positions are computed first, the target is empty and the rule skips this forward.
         """
         target = self.begin()
         window = self.window.begin()
-        self._is_for_rule = window.stop >= target.rows[1]
-        return (target if self._is_for_rule else ForwardTarget(_NO_POSITIONS, target.rows)), window
+        self._reaches_target = window.stop >= target.rows[1]
+        if not self._reaches_target:
+            target = ForwardTarget(_NO_POSITIONS, target.rows)
+        return target, window
 
     def begin(self) -> ForwardTarget:
         """Return the target of the next forward, and fill the tokens that the rule sets before it.
@@ -201,21 +222,21 @@ class Canvas:
         Repeated calls return an equal target until it is committed, because a failed forward may be
         repeated.
         """
-        return self._is_for(self._prepare()) if self._target is None else self._target
+        return self._set_target(self._prepare()) if self._target is None else self._target
 
-    def _is_for(self, target: ForwardTarget) -> ForwardTarget:
+    def _set_target(self, target: ForwardTarget) -> ForwardTarget:
         """Set the target of the next forward."""
         self._target = target
-        self.window.aim(target.rows, is_causal=target.is_causal)
+        self.window.set_range(target.rows, is_causal=target.is_causal)
         return target
 
     def _prepare(self) -> ForwardTarget:
         target = self.rule.prepare(self.tokens)
         if target is None:
-            self._is_over = True
+            self._rule_has_ended = True
             return ForwardTarget(_NO_POSITIONS, (0, self.length))
         if target.fill is not None:
-            self._look()
+            self.count_committed()
             start, token = target.fill
             self.tokens[start : target.fill_end] = token
             for guest in self._guests:
@@ -243,7 +264,7 @@ class Canvas:
     @property
     def pick(self) -> ScorePick | None:
         """The rule's choice for a batched decision; None if a guest takes part in the choice."""
-        is_plain = self._is_for_rule and self._are_only_watching and not self._is_over
+        is_plain = self._reaches_target and self._guests_only_watch and not self._rule_has_ended
         return self.rule.pick if is_plain else None
 
     def commit(self, candidates: Candidates | BatchedCommit) -> None:
@@ -257,17 +278,17 @@ class Canvas:
                 guest.watch(candidates, is_mask_forbidden=self.rule.forbid_mask)
             written = candidates.positions
             self._write(candidates)
-            target = self.rule.go_on(self.tokens, candidates.left, candidates.has_changes)
+            target = self.rule.next_target(self.tokens, candidates.left, candidates.has_changes)
             if target is not None:
-                self._is_for(target)
-        elif self._is_for_rule:
+                self._set_target(target)
+        elif self._reaches_target:
             commit = self._chosen(candidates)
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
         num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
-        forward, self._is_for_rule = self.window.end(), True
+        forward, self._reaches_target = self.window.end(), True
         self._num_committed = None
-        if num_settled < self._next_news:
+        if num_settled < self._settled_threshold:
             return  # in most steps no block is finished
         if forward is not None and num_settled >= self.window.least_committed:
             num_unchanged = min(written.tolist(), default=self.length)
@@ -275,16 +296,16 @@ class Canvas:
             self.window.computed(forward, num_final)
         start, end = self._num_final, min(num_settled - self.prompt_length, self._canvas.size)
         if end > start or not self._canvas.size:
-            # The answer may not end before all masks of its prompt are filled, unless the rule has
+            # The answer must not end before all masks of its prompt are filled, unless the rule has
             # ended.
-            if self._is_over or self._first_hole == self.length:
+            if self._rule_has_ended or self._first_hole == self.length:
                 self._num_final = max(start, end)
             final = self._canvas[start : self._num_final].tolist()
             self._end_answer(final, start)
             self._unreported += final
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
-            self._next_news = min(self.window.least_committed, following)
+            self._settled_threshold = min(self.window.least_committed, following)
 
     def _end_answer(self, final: list[int], start: int) -> None:
         """Set `is_complete` if the new final tokens, which follow `start` others, end the answer.
@@ -293,7 +314,7 @@ class Canvas:
         `final`.
         """
         end = self.params.answer_end(final, start)
-        if end is not None and self._guests and not self._is_over:
+        if end is not None and self._guests and not self._rule_has_ended:
             stop = start + end
             if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
                 self._num_final, end = stop - 1, None
@@ -308,12 +329,12 @@ class Canvas:
     def invalidate(self) -> None:
         """Make the next forward compute all positions; committed tokens stay."""
         self.window.invalidate()
-        self._next_news = 0
+        self._settled_threshold = 0
         if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
             return
         # If the rule fails here, the launch of the forward reports its error.
         with suppress(Exception):
-            self._is_for(self.begin()._replace(rows=(0, self.length)))
+            self._set_target(self.begin()._replace(rows=(0, self.length)))
 
     @property
     def _first_hole(self) -> int:
@@ -335,27 +356,26 @@ class Canvas:
         self.tokens[commit.positions] = commit.tokens
         self.num_steps += 1
 
-    @property
-    def num_committed(self) -> int:
-        """Number of committed canvas positions after the latest commit, without a given suffix."""
-        return self._look()
+    def count_committed(self) -> int:
+        """Return the number of canvas positions that the latest commit left committed.
 
-    def _look(self) -> int:
-        """Count committed positions and show the canvas to the guests, once after each commit.
-
-        Must run before the rule fills tokens for the next forward.
+        The first call after a commit shows the canvas to the guests. It must run before the rule
+        fills tokens for the next forward.
         """
         if self._num_committed is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))
-            num_given = self.params.gen_length - self.params.num_open + self.rule.num_unconfirmed
-            self._num_committed = self._canvas.size - num_masked - num_given
+            # Tokens that do not count: a given suffix, and tokens that the rule may mask again.
+            num_uncounted = (
+                self.params.gen_length - self.params.num_open + self.rule.num_unconfirmed
+            )
+            self._num_committed = self._canvas.size - num_masked - num_uncounted
             for guest in self._guests:
                 guest.look(self.tokens, self.num_steps)
         return self._num_committed
 
     def report(self) -> StepResult:
         """Return the results of all commits since the latest report."""
-        num_committed, more = self.num_committed, dict[str, Any]()
+        num_committed, more = self.count_committed(), dict[str, Any]()
         if self.is_complete and self.params.early_stop:
             # Fills the positions after the end of the answer.
             self._prepare()
@@ -369,7 +389,7 @@ class Canvas:
             num_forwards=self.num_forwards,
             num_drafts=self.num_drafts,
             num_committed=num_committed,
-            next_rows=0 if self.is_complete else self.next_rows,
+            next_rows=0 if self.is_complete else self.count_next_rows(),
             infilled=self._infilled() if self._prompt_holes.size else {},
             scores=self.rule.scores,
             num_kept=self.window.num_kept,

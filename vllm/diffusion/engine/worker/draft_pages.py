@@ -21,7 +21,7 @@ MAX_DRAFTS_WITH_PAGES = 64  # drafts of all requests
 class DraftPages:
     """Pages for the drafts of requests with cached keys and values.
 
-    A forward writes the keys and values of its window, so the certain state and its drafts cannot
+    A forward writes the keys and values of its window, so the current state and its drafts cannot
     share the pages of the window. Each draft has its own pages for the positions of one window, and
     all its other keys and values are a copy of the request's pages. Only forwards of other windows
     change the originals, so the copy is repeated when the window changes.

@@ -55,7 +55,7 @@ class FirstForwards:
     def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
         """Keep the `hidden` states [r, D] of a part that other requests will need."""
         for number, piece_rows, unconditional in part.pieces:
-            canvas = batch.canvases[number]
+            canvas = batch.items[number]
             if not is_shared(canvas) or batch.targets[number].eligible.size > MAX_SHARED_ROWS:
                 continue
             num_rows = piece_rows.stop - piece_rows.start

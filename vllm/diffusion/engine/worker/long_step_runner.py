@@ -49,7 +49,7 @@ class _SlicedStep:
 
     @property
     def req_id(self) -> str:
-        return self.rows.batch.canvases[0].req_id
+        return self.rows.batch.items[0].req_id
 
 
 class _Stopwatch:
@@ -129,7 +129,7 @@ class LongStepRunner:
         If they have moved, the step cannot continue, because the device holds their old addresses.
         """
         paused = self._paused
-        if paused is None or paused.rows.batch.canvases[0] is not canvas:
+        if paused is None or paused.rows.batch.items[0] is not canvas:
             return False
         return paused.cache_generation == self._generation_of(canvas)
 
@@ -147,7 +147,7 @@ class LongStepRunner:
             plan=plan,
             planner_us=planner_us,
             work=self._chunks(rows, plan, self._host),
-            cache_generation=self._generation_of(batch.canvases[0]),
+            cache_generation=self._generation_of(batch.items[0]),
         )
 
     def run(self, step_slice: StepSlice) -> Step | None:

@@ -34,7 +34,7 @@ def next_behind(
     """
     canvases = by_priority(runner.canvases, lambda canvas: canvas.params.priority or 0)
     sizes = {
-        req_id: canvas.next_size
+        req_id: canvas.measure_next_forward()
         for req_id, canvas in canvases.items()
         if req_id not in apart and not canvas.is_complete
     }

@@ -26,7 +26,11 @@ from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_fi
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
 from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.speculation import Speculation, serves_drafts, step_times_of
+from vllm.diffusion.engine.worker.speculation import (
+    Speculation,
+    fits_one_graph_and_chunk,
+    step_times_of,
+)
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
@@ -112,12 +116,12 @@ class DiffusionModelRunner:
             )
         self.canvases: dict[str, Canvas] = {}
         self.generation = 0  # incremented whenever cached results are invalidated
-        self.weights = model.weight_generation  # weight generation of the next step
+        self.weight_generation = model.weight_generation  # weights of the next step
         ranks = self._ranks = ranks or Ranks()
         self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
         self._forward = ForwardPass(model, pool, self.caches, ranks)
         # Created for the first request that shares a prompt.
-        self._firsts: FirstForwards | None = None
+        self._shared_first_forwards: FirstForwards | None = None
         self._weighs_guesses = weighs_guesses
         self._speculation: Speculation | None = None  # created for the first request with drafts
         self.long_steps: LongStepRunner | None = None  # created for the first long step
@@ -133,11 +137,11 @@ class DiffusionModelRunner:
         """Launch one denoise step of the given requests without waiting for a GPU."""
         started = time.perf_counter()
         canvases = [self.canvases[req_id] for req_id in req_ids]
-        packed: Sequence[BatchItem] = canvases
+        items: Sequence[BatchItem] = canvases
         if self._speculation is not None:
-            packed = self._speculation.with_drafts(canvases, self.planner.row_budget)
-        batch, plan, planner_us = self._planned(packed)
-        if len(packed) > len(canvases) and not serves_drafts(batch, plan, self.graphs):
+            items = self._speculation.with_drafts(canvases, self.planner.row_budget)
+        batch, plan, planner_us = self._planned(items)
+        if len(items) > len(canvases) and not fits_one_graph_and_chunk(batch, plan, self.graphs):
             batch, plan, planner_us = self._planned(canvases)
         self.pool.reset_peak(samples_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
@@ -164,9 +168,10 @@ class DiffusionModelRunner:
         """Commit the candidates of a step; skip requests that were removed since its launch."""
         candidates = step.rows.candidates_of(step.samples)
         outcomes = {}
-        for packed, row_candidates in zip(step.batch.canvases, candidates, strict=True):
-            canvas = self.canvases.get(packed.req_id)
-            if canvas is packed:
+        for item, row_candidates in zip(step.batch.items, candidates, strict=True):
+            canvas = self.canvases.get(item.req_id)
+            # Drafts are committed below, by `accept`.
+            if canvas is item:
                 outcomes[canvas.req_id] = _commit(canvas, row_candidates)
         if self._speculation is not None:
             self._speculation.accept(step.rows, step.samples.host.numpy(), candidates, outcomes)
@@ -205,24 +210,30 @@ class DiffusionModelRunner:
         return self.long_steps is not None and self.long_steps.drop()
 
     def _planned(
-        self, canvases: Sequence[BatchItem], longest_chunk_s: float = math.inf
+        self, items: Sequence[BatchItem], longest_chunk_s: float = math.inf
     ) -> tuple[StepBatch, Plan, float]:
         """Build and plan a step; also return the microseconds that planning took."""
         generation = self.caches.generation
-        batch = self._batch(canvases)
+        batch = self._batch(items)
         plan, planner_us = self._plan(batch, longest_chunk_s)
-        # The cached keys have moved to make room for this step.
+        # Planning moved cached keys, so the page table in the batch is stale.
         if self.caches.generation != generation:
-            batch = self._batch(canvases)
+            batch = self._batch(items)
         return batch, plan, planner_us
 
-    def drop_drafts(self) -> bool:
-        """Skip drafts in the next step; return whether the previous step may have had drafts."""
-        return self._speculation is not None and self._speculation.pause()
+    def skip_drafts_once(self) -> bool:
+        """Skip drafts in the next step and release draft pages.
 
-    def _batch(self, canvases: Sequence[BatchItem]) -> StepBatch:
+        `StepLoop` calls this when memory runs out, before it tries again.
+
+        Returns:
+            whether the next step could have had drafts.
+        """
+        return self._speculation is not None and self._speculation.skip_once()
+
+    def _batch(self, items: Sequence[BatchItem]) -> StepBatch:
         shift, pages = self.model.family.logit_shift, self.caches.table
-        batch = build_batch(canvases, shift, pages, self._packing)
+        batch = build_batch(items, shift, pages, self._packing)
         self._packing = batch.packing
         return batch
 
@@ -243,9 +254,10 @@ class DiffusionModelRunner:
         Raises one of `OUT_OF_MEMORY` if there is no memory for its cached keys and values.
         """
         canvas = Canvas(new, visibility=self.model.family.visibility)
-        canvas.use_weights(self.weights)
+        canvas.use_weights(self.weight_generation)
         length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""
-        # If the store does not hold pages of `owner`, that request has failed.
+        # `holds` is false for "", that is, without an owner. If an owner has no pages, its request
+        # has failed, and this request allocates its own.
         if new.params.cache == "frozen" and self.pages.holds(owner):
             canvas.window.read_prompt(
                 self.pages.share(new.req_id, owner, length, canvas.window.frozen_positions)
@@ -255,9 +267,9 @@ class DiffusionModelRunner:
             canvas.window.cache = self.pages.allocate(new.req_id, length, layers)
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
-        if self._firsts is None and shares_first_forward(new.params):
-            self._firsts = FirstForwards(self._forward, self.pages, self.canvases)
-            self._forward.note_first = self._firsts.note
+        if self._shared_first_forwards is None and shares_first_forward(new.params):
+            self._shared_first_forwards = FirstForwards(self._forward, self.pages, self.canvases)
+            self._forward.note_first = self._shared_first_forwards.note
         self.canvases[new.req_id] = canvas
         if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
             if self._speculation is None:
@@ -269,16 +281,16 @@ class DiffusionModelRunner:
             self._speculation.start(canvas)
 
     @torch.inference_mode()
-    def run_known_step(self, new: NewCanvas) -> Outcomes:
+    def run_shared_first_step(self, new: NewCanvas) -> Outcomes:
         """Run the first step of a started request from another request's results.
 
         Returns an empty dictionary if these results are not available.
         """
-        firsts = self._firsts
-        if firsts is None or not firsts.serves(new):
+        shared = self._shared_first_forwards
+        if shared is None or not shared.serves(new):
             return {}
         rows = SampleRows(self._batch([self.canvases[new.req_id]]))
-        sampled = firsts.sampled(rows, new)
+        sampled = shared.sampled(rows, new)
         if sampled is None:
             return {}
         (candidates,) = rows.candidates_of(ops.HostCopy(sampled))
@@ -289,13 +301,14 @@ class DiffusionModelRunner:
         self.drop_paused_step()
         if self._speculation is not None:
             self._speculation.reset()
-        if self._firsts is not None:
-            self._firsts.clear()
+        if self._shared_first_forwards is not None:
+            self._shared_first_forwards.clear()
         self._packing = None
 
     def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values can be copied with the next message."""
-        return [] if self._firsts is None else self._firsts.requests_to_copy(req_ids)
+        shared = self._shared_first_forwards
+        return [] if shared is None else shared.requests_to_copy(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Give requests the pages that the scheduler has assigned to them."""
@@ -320,8 +333,8 @@ class DiffusionModelRunner:
         self._packing = None
         if self._speculation is not None:
             self._speculation.remove(req_id)
-        if self._firsts is not None:
-            self._firsts.remove(req_id)
+        if self._shared_first_forwards is not None:
+            self._shared_first_forwards.remove(req_id)
 
     # ---- memory ----
 

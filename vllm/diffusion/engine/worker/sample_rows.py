@@ -71,7 +71,7 @@ class SampleRows:
         """Yield the sample rows in parts of at most `rows_per_part`, but at least one position."""
         part = _PartBuilder(self.batch)
         for number, target in enumerate(self.batch.targets):
-            done, weight = 0, self.batch.canvases[number].window.num_sequences
+            done, weight = 0, self.batch.items[number].window.num_sequences
             while done < target.eligible.size:
                 room = (rows_per_part - part.num_rows) // weight
                 if room < 1 and part.num_rows:
@@ -88,7 +88,7 @@ class SampleRows:
         """Return how the rows of a part are sampled; its `positions` [r] are on the device."""
         groups = []
         for number, rows, unconditional in part.pieces:
-            canvas, on_canvas = self.batch.canvases[number], part.positions[rows]
+            canvas, on_canvas = self.batch.items[number], part.positions[rows]
             joints = self.joints[number]
             groups.append(
                 RowGroup(
@@ -112,14 +112,13 @@ class SampleRows:
     def joints(self) -> tuple[list[Joint], ...]:
         """Joint choices of each request; empty for independent candidates."""
         joints = [
-            c.joints(target)
-            for c, target in zip(self.batch.canvases, self.batch.targets, strict=True)
+            c.joints(target) for c, target in zip(self.batch.items, self.batch.targets, strict=True)
         ]
         if not any(joints):
             return tuple(joints)
         ends, start = [], 0
         for canvas, target, own_joints in zip(
-            self.batch.canvases, self.batch.targets, joints, strict=True
+            self.batch.items, self.batch.targets, joints, strict=True
         ):
             stops = [canvas.prompt_length + joint.window.stop for joint in own_joints]
             ends += [start + int(end) for end in np.searchsorted(target.eligible, stops)]
@@ -139,16 +138,14 @@ class SampleRows:
 
         `table` holds all samples of the step; this call waits for it.
         """
-        picks = [canvas.pick for canvas in self.batch.canvases]
+        picks = [canvas.pick for canvas in self.batch.items]
         together = None
         if len(picks) - picks.count(None) > 1:  # a single request decides faster by itself
-            together = BatchedChoice(
-                picks, self.batch.targets, self.batch.canvases[0].params.mask_id
-            )
+            together = BatchedChoice(picks, self.batch.targets, self.batch.items[0].params.mask_id)
         samples: Samples[Array] = Samples(table.host.numpy())
         scores, extras = samples.scores, samples.extras
         awaited, end = [], 0
-        for canvas, target in zip(self.batch.canvases, self.batch.targets, strict=True):
+        for canvas, target in zip(self.batch.items, self.batch.targets, strict=True):
             start, end = end, end + target.eligible.size
             logprobs = extras[:, start:end] if canvas.wants_logprobs else None
             fields = scores[start:end], canvas.draws(target.eligible), logprobs
@@ -212,7 +209,7 @@ class _PartBuilder:
 
     def add(self, number: int, positions: Array) -> None:
         """Add the rows that predict `positions` [r] of the request at this index of the batch."""
-        prompt_length, places = self._batch.canvases[number].prompt_length, []
+        prompt_length, places = self._batch.items[number].prompt_length, []
         shift = 1 if self._batch.targets[number].is_causal else self._batch.logit_shift
         for sequence in self._batch.packing.of_requests[number]:
             self._rows.append((positions, sequence, prompt_length, shift))

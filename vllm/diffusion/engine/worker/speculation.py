@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossless speculation: a step also evaluates drafts, that is, predicted next states.
 
-A round evaluates one forward of a request and, in the same step, drafts of the states that follow
+A step evaluates one forward of a request and drafts of the states that follow
 (`decoding/drafting.py`). A draft is accepted only if it is exactly the state that the request
 reaches. Its candidates then equal the candidates of a forward of that state, so they are committed,
 too.
 
-    round          certain      drafts                        steps
-    forward        S3           S4?    S5?    S5'?
-    commit         S3 -> S4     = S4   != S5  = S5             3: S4, S5 and S6 are reached
-    next           S6           ...
+Example: a request is in state S3, and the step has the drafts S4, S5 and S5'. The commit of S3
+gives S4. Draft S4 matches, and its commit gives S5. Draft S5 matches, and its commit gives S6. S5'
+is rejected. So one forward made three commits, and the next forward is that of S6.
 
 The rule receives only committed tokens, so a rejected draft costs its rows and changes nothing.
 """
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
-    from vllm.diffusion.decoding.drafting import Chance
+    from vllm.diffusion.decoding.drafting import AcceptanceChance
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.draft_budget import Kind
@@ -54,21 +53,23 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MAX_BLOCKS = 3  # blocks of a window with exact keys: two may be finished, but not cached yet
+# Blocks of a window with an exact cache: the current block, and up to two finished blocks that are
+# not cached yet.
+MAX_BLOCKS = 3
 MAX_EXTRA_DRAWS = 3  # each extra draw samples all rows once more
 MAX_REQUESTS = 32  # requests of a step with drafts; the host drafts, so more would cost too much
-_FINISHED = RuntimeError("its request is over")
-# Back-off when drafting does not pay: steps to wait before probing again, for batches of up to
-# SMALL_BATCH requests and for larger ones, and steps to probe.
+# Back-off when drafting does not pay, in steps of the runner: steps to wait before probing again,
+# for batches of up to SMALL_BATCH requests and for larger ones, and steps to probe.
 SMALL_BATCH, BACKOFF_STEPS_SMALL, BACKOFF_STEPS, PROBE_STEPS = 4, 12, 32, 2
-NOISY_INTERVAL = 4  # steps between probes of a request that samples tokens and has no drafts
+NOISY_INTERVAL = 4  # commits between probes of a request that samples tokens and has no drafts
 
 
 def can_speculate(params: DiffusionParams) -> bool:
     """Whether a request's steps may have drafts.
 
-    A search over the certain state chooses the tokens of a guided answer together. Delayed caches
-    keep the keys and values of every forward.
+    Guided answers are excluded: their tokens are chosen jointly, by a search over the current
+    state, which drafts do not have. A delayed cache keeps the keys and values of the last forward
+    that computed a block. If that forward was a draft, they would be in draft pages.
     """
     return params.guide is None and params.score is None and params.cache != "delayed"
 
@@ -78,15 +79,15 @@ class _RequestDrafting(NamedTuple):
 
     drafter: Drafter
     kind: Kind
-    chance: Chance
+    acceptance_chance: AcceptanceChance
 
 
 class _Probe(NamedTuple):
     """A step without drafts, used to learn whether drafts would have been accepted."""
 
     canvas: Canvas
-    certain: DraftState
-    source: CachedCandidates
+    current: DraftState
+    latest_candidates: CachedCandidates
     num_steps: int
 
 
@@ -96,8 +97,9 @@ class Speculation:
     Args:
         canvases: all running requests.
         pages: pages of cached keys and values.
-        times: function that returns the times of steps with or without windows; None drafts as many
-            states as requests ask for.
+        times: function that returns the times of steps in which all requests have a cache (True),
+            or of other steps (False). None: do not weigh costs, but draft as many states as
+            requests ask for.
         can_grow: whether the page store may grow for drafts.
     """
 
@@ -113,9 +115,10 @@ class Speculation:
         self._times = None if times is None else cache(times)
         self._rates = AcceptanceRates()
         self._drafting: dict[str, _RequestDrafting] = {}  # by request
-        self._sources: dict[str, CachedCandidates] = {}  # by request, after its first commit
+        # By request, after its first commit.
+        self._latest_candidates: dict[str, CachedCandidates] = {}
         self._probes: list[_Probe] = []
-        self._num_rounds = self._backoff_until = 0
+        self._num_steps = self._backoff_until = 0  # steps of the runner
         self._failed = False
 
     def start(self, canvas: Canvas) -> None:
@@ -134,28 +137,28 @@ class Speculation:
         if params.steps_per_block is not None:
             quota = params.block_length / params.steps_per_block
         kind = params.algorithm, quota, params.cache, params.temperature > 0
-        chance = partial(self._rates.chance, kind)
-        self._drafting[canvas.req_id] = _RequestDrafting(drafter, kind, chance)
+        acceptance_chance = partial(self._rates.chance, kind)
+        self._drafting[canvas.req_id] = _RequestDrafting(drafter, kind, acceptance_chance)
 
     def remove(self, req_id: str) -> None:
         """Drop a request, if it has drafts."""
         self._drafting.pop(req_id, None)
-        self._sources.pop(req_id, None)
+        self._latest_candidates.pop(req_id, None)
         self._pages.release(req_id)
 
-    def pause(self) -> bool:
+    def skip_once(self) -> bool:
         """Skip drafts in the next step, and release all draft pages.
 
         Returns:
-            whether the step could have had drafts.
+            whether the next step could have had drafts.
         """
-        had_drafts, self._sources = bool(self._sources), {}
+        had_drafts, self._latest_candidates = bool(self._latest_candidates), {}
         self._pages.release_all()
         return had_drafts
 
     def reset(self) -> None:
         """Forget candidates and acceptance rates of earlier weights."""
-        self.pause()
+        self.skip_once()
         self._probes.clear()
         self._rates.clear()
 
@@ -172,43 +175,43 @@ class Speculation:
             canvases: the requests.
             most_rows: maximum number of rows of the step.
         """
-        self._num_rounds += 1
+        self._num_steps += 1
         if not self._drafting or self._is_backing_off(len(canvases)):
             self._release_drafts(canvases)
             return list(canvases)
-        rows = sum(canvas.next_rows for canvas in canvases)
+        rows = sum(canvas.count_next_rows() for canvas in canvases)
         forwards = {c.req_id: c.next_forward() for c in canvases if c.req_id in self._drafting}
         eligible = [
             c for c in canvases if c.req_id in forwards and _may_draft(c, *forwards[c.req_id])
         ]
-        numbers = self._num_drafts(eligible, canvases, rows)
-        packed: list[BatchItem] = []
+        num_drafts = self._num_drafts(eligible, canvases, rows)
+        items: list[BatchItem] = []
         room = most_rows - rows
         for index, canvas in enumerate(canvases):
-            packed.append(canvas)
+            items.append(canvas)
             if canvas.req_id not in forwards:
                 continue
             target, window = forwards[canvas.req_id]
             self._pages.invalidate_copies(canvas.req_id, window)
-            number = numbers.get(canvas.req_id, 0)
-            canvas.num_extra_draws = _num_extra_draws(canvas, number)
+            max_drafts = num_drafts.get(canvas.req_id, 0)
+            canvas.num_extra_draws = _num_extra_draws(canvas, max_drafts)
             drafts = list[Draft]()
-            if number:
-                drafts = self._drafts(canvas, target, window, number, room)
+            if max_drafts:
+                drafts = self._drafts(canvas, target, window, max_drafts, room)
                 room -= sum(draft.num_rows for draft in drafts)
-                packed += drafts
-            if not drafts and index == self._num_rounds % len(canvases):
+                items += drafts
+            if not drafts and index == self._num_steps % len(canvases):
                 self._probe(canvas, target)
-        return packed
+        return items
 
     def _is_backing_off(self, num_requests: int) -> bool:
         """Whether a step of `num_requests` requests skips both drafts and probes."""
-        return num_requests > MAX_REQUESTS or self._num_rounds < self._backoff_until
+        return num_requests > MAX_REQUESTS or self._num_steps < self._backoff_until
 
     def _release_drafts(self, canvases: Sequence[Canvas]) -> None:
         """Release draft pages and cached candidates during back-off."""
         self._pages.release_all()
-        self._sources.clear()
+        self._latest_candidates.clear()
         for canvas in canvases:
             canvas.num_extra_draws = 0
 
@@ -224,15 +227,17 @@ class Speculation:
         cached_chances: dict[tuple[Kind, int], list[float]] = {}
         offers = []
         for canvas in eligible:
-            (drafter, kind, chance), limit = self._drafting[canvas.req_id], limits[canvas.req_id]
+            drafter, kind, acceptance_chance = self._drafting[canvas.req_id]
+            limit = limits[canvas.req_id]
             chances = cached_chances.get((kind, limit))
             if chances is None:
-                chances = cached_chances[kind, limit] = drafter.chances(limit, chance)
-            offers.append(DraftOffer(chances, canvas.next_rows))
+                chances = drafter.chances(limit, acceptance_chance)
+                cached_chances[kind, limit] = chances
+            offers.append(DraftOffer(chances, canvas.count_next_rows()))
         counts = choose_num_drafts(offers, len(canvases), rows, times)
-        if not any(counts) and self._num_rounds >= self._backoff_until + PROBE_STEPS:
+        if not any(counts) and self._num_steps >= self._backoff_until + PROBE_STEPS:
             is_small = len(canvases) <= SMALL_BATCH
-            self._backoff_until = self._num_rounds + (
+            self._backoff_until = self._num_steps + (
                 BACKOFF_STEPS_SMALL if is_small else BACKOFF_STEPS
             )
         return {canvas.req_id: count for canvas, count in zip(eligible, counts, strict=True)}
@@ -240,14 +245,13 @@ class Speculation:
     def _drafts(
         self, canvas: Canvas, target: ForwardTarget, window: Window, max_drafts: int, room: int
     ) -> list[Draft]:
-        """Draft at most `max_drafts` states after the certain one that fit into `room` rows."""
-        source = self._sources.get(canvas.req_id)
-        if source is None:
+        """Draft at most `max_drafts` states after the current one that fit into `room` rows."""
+        candidates = self._latest_candidates.get(canvas.req_id)
+        if candidates is None:
             return []
         drafts = list[Draft]()
-        for state in self._draft_states(
-            canvas, DraftState(0, canvas.tokens, canvas.rule, target), source, max_drafts
-        ):
+        current = DraftState(0, canvas.tokens, canvas.rule, target)
+        for state in self._draft_states(canvas, current, candidates, max_drafts):
             is_alike = state.target.rows == target.rows
             positions = window if is_alike else canvas.window.of(state.target.rows)
             if positions is not None:
@@ -264,12 +268,12 @@ class Speculation:
         return drafts[: len(caches)]
 
     def _draft_states(
-        self, canvas: Canvas, certain: DraftState, source: CachedCandidates, max_drafts: int
+        self, canvas: Canvas, current: DraftState, candidates: CachedCandidates, max_drafts: int
     ) -> list[DraftState]:
         """Draft states; return none if a rule fails on drafted tokens."""
-        drafter, _, chance = self._drafting[canvas.req_id]
+        drafter, _, acceptance_chance = self._drafting[canvas.req_id]
         try:
-            return drafter.draft(certain, source, max_drafts, chance)
+            return drafter.draft(current, candidates, max_drafts, acceptance_chance)
         except Exception:
             if not self._failed:
                 logger.exception("request %s: no states could be drafted", canvas.req_id)
@@ -280,10 +284,10 @@ class Speculation:
 
     def _probe(self, canvas: Canvas, target: ForwardTarget) -> None:
         """Record the state of a request whose step has no drafts."""
-        source = self._sources.get(canvas.req_id)
-        if self._times is not None and source is not None and source.at(1) is not None:
-            certain = DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target)
-            self._probes.append(_Probe(canvas, certain, source, canvas.num_steps))
+        candidates = self._latest_candidates.get(canvas.req_id)
+        if self._times is not None and candidates is not None and candidates.at(1) is not None:
+            current = DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target)
+            self._probes.append(_Probe(canvas, current, candidates, canvas.num_steps))
 
     def learn_from_probes(self) -> None:
         """Learn from probed steps whether drafts would have been accepted.
@@ -308,7 +312,9 @@ class Speculation:
         # The next step reports this error.
         except Exception:
             return
-        for state in self._draft_states(canvas, step.certain, step.source, MAX_DRAFTED_COMMITS):
+        for state in self._draft_states(
+            canvas, step.current, step.latest_candidates, MAX_DRAFTED_COMMITS
+        ):
             if state.depth == 1:
                 is_accepted = state.is_of(canvas.tokens, canvas.rule, target)
                 self._rates.learn(kind, state.committed, 1, is_accepted=is_accepted)
@@ -331,16 +337,18 @@ class Speculation:
             outcomes: requests whose own candidates were committed, each with its error or None;
                 errors of further commits are added.
         """
-        if len(rows.batch.canvases) == len(outcomes) and self._is_backing_off(len(outcomes)):
+        # This step has no drafts, and the next step makes none from its candidates.
+        if len(rows.batch.items) == len(outcomes) and self._is_backing_off(len(outcomes)):
             return
-        numbers, drafts_by_request = dict[str, int](), dict[str, dict[int, Draft]]()
-        for number, packed in enumerate(rows.batch.canvases):
-            if isinstance(packed, Draft):
-                drafts_by_request.setdefault(packed.req_id, {})[number] = packed
-            elif packed.req_id in self._drafting and rows.batch.targets[number].eligible.size:
-                numbers[packed.req_id] = number
-        for req_id, number in numbers.items():
-            if outcomes.get(req_id, _FINISHED) is not None:
+        item_indices, drafts_by_request = dict[str, int](), dict[str, dict[int, Draft]]()
+        for item_index, item in enumerate(rows.batch.items):
+            if isinstance(item, Draft):
+                drafts_by_request.setdefault(item.req_id, {})[item_index] = item
+            elif item.req_id in self._drafting and rows.batch.targets[item_index].eligible.size:
+                item_indices[item.req_id] = item_index
+        for req_id, item_index in item_indices.items():
+            # The request was removed since the launch, or its own commit failed.
+            if req_id not in outcomes or outcomes[req_id] is not None:
                 continue
             canvas = self._canvases[req_id]
             drafts = drafts_by_request.get(req_id, {})
@@ -350,24 +358,25 @@ class Speculation:
                 logger.exception("decoding of request %s failed", req_id)
                 outcomes[req_id] = error
                 continue
-            latest = reached[-1] if reached else number
-            self._sources[req_id] = CachedCandidates(canvas, rows, samples, latest)
+            latest = reached[-1] if reached else item_index
+            self._latest_candidates[req_id] = CachedCandidates(canvas, rows, samples, latest)
             self._learn(self._drafting[req_id].kind, drafts, reached)
 
     def _learn(self, kind: Kind, drafts: Mapping[int, Draft], reached: Sequence[int]) -> None:
         """Learn from the drafts whose parents were reached; `reached` lists the accepted drafts."""
-        states = [drafts[number].state for number in reached]
-        for number, draft in drafts.items():
-            _, _, _, _, parent, count = state = draft.state
+        states = [drafts[item_index].state for item_index in reached]
+        for item_index, draft in drafts.items():
+            state, parent = draft.state, draft.state.parent
             follows = parent is None or parent.depth == 0 or any(s is parent for s in states)
             if follows and state.depth <= len(states) + 1:
-                self._rates.learn(kind, count, state.depth, is_accepted=number in reached)
+                is_accepted = item_index in reached
+                self._rates.learn(kind, state.committed, state.depth, is_accepted=is_accepted)
 
 
 def step_times_of(
     graphs: GraphRunner | None, planner: Planner, *, weighs: bool
 ) -> Callable[[bool], StepTimes] | None:
-    """Return the function that gives step times, with or without windows; None without weighing.
+    """Return the function that returns step times (see `Speculation`); None without weighing.
 
     Args:
         graphs: the graphs, which are timed at start; None without graphs.
@@ -379,20 +388,20 @@ def step_times_of(
     if graphs is not None:
         return graphs.times.__getitem__
 
-    def predicted(are_windows: bool) -> StepTimes:
+    def predicted(has_caches: bool) -> StepTimes:
         seconds = {}
         for n in ROW_BUCKETS:
             # A step that does not fit never pays.
             with suppress(ActivationBudgetError):
-                shape = StepShape(n, n, n, num_sequences=2, keeps=are_windows)
+                shape = StepShape(n, n, n, num_sequences=2, keeps=has_caches)
                 seconds[n] = planner.plan(shape).predicted_seconds
         return StepTimes.of(seconds)
 
     return predicted
 
 
-def serves_drafts(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
-    """Whether drafts cost a step only their rows: it has no chunks, and one graph serves it."""
+def fits_one_graph_and_chunk(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
+    """Whether a step with drafts still runs in one chunk and, if graphs are used, in one graph."""
     has_graph = graphs is None or graphs.serves(batch)
     return has_graph and plan.is_whole(batch.num_rows)
 
@@ -403,38 +412,40 @@ def _accept(
     """Commit the candidates of each draft that the request reaches, one after another.
 
     Returns:
-        the indices of the accepted drafts, in order.
+        the item indices of the accepted drafts, in order.
     """
     accepted = list[int]()
     canvas.num_drafts += len(drafts)
     while drafts and not canvas.is_complete:
-        # A draft never advances the window: its keys go to draft pages.
         target = canvas.begin()
-        reached = (number for number, draft in drafts.items() if draft.is_reached(target))
-        number = next(reached, None)
-        if number is None:
+        reached = (index for index, draft in drafts.items() if draft.is_reached(target))
+        item_index = next(reached, None)
+        if item_index is None:
             break
-        accepted.append(number)
-        canvas.num_accepted += 1
-        canvas.commit(candidates[number])
+        accepted.append(item_index)
+        canvas.num_accepted_drafts += 1
+        # The request's window has ended already, so this commit does not cache keys: the draft's
+        # keys are in draft pages.
+        canvas.commit(candidates[item_index])
     return accepted
 
 
-def _num_extra_draws(canvas: Canvas, number: int) -> int:
-    """Return the number of extra draws that `number` drafts of a request need.
+def _num_extra_draws(canvas: Canvas, num_drafts: int) -> int:
+    """Return the number of extra draws that `num_drafts` drafts of a request need.
 
     Without drafts there is one extra draw in some steps, to learn whether drafts would be accepted.
     """
     if canvas.params.temperature == 0 or canvas.wants_logprobs:
         return 0
-    return min(MAX_EXTRA_DRAWS, number) or int(canvas.num_steps % NOISY_INTERVAL == 0)
+    return min(MAX_EXTRA_DRAWS, num_drafts) or int(canvas.num_steps % NOISY_INTERVAL == 0)
 
 
 def _may_draft(canvas: Canvas, target: ForwardTarget, window: Window) -> bool:
-    """Whether the next forward of a request may have drafts: they have pages, or need none.
+    """Whether the next forward of a request may have drafts.
 
-    A forward of all positions that refreshes keys has no drafts, nor has a forward that computes
-    more rows than the rule needs.
+    True without a cache; with an exact cache, if the window has at most `MAX_BLOCKS` blocks;
+    otherwise if the forward reads cached keys that it does not compute. A forward that samples
+    nothing has no drafts.
     """
     if not target.eligible.size or canvas.window.cache is None:
         return target.eligible.size > 0

@@ -65,10 +65,10 @@ def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
         "cache": params.cache,
         "prompt_tokens": canvas.prompt_length,
         "canvas_tokens": params.gen_length,
-        "committed": canvas.num_committed,
+        "committed": canvas.count_committed(),
         "forwards": canvas.num_forwards,
         "states_drafted": canvas.num_drafts,
-        "states_accepted": canvas.num_accepted,
+        "states_accepted": canvas.num_accepted_drafts,
         "steps": params.steps,
         "kept_bytes": 0 if cache is None else len(cache.pages) * page_bytes,
     }

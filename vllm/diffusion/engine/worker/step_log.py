@@ -58,7 +58,7 @@ class StepLog:
             "execute_diffusion_once time = %.3f ms, requests = %d, rows = %d, sampled = %d, "
             "predicted = %.3f ms",
             elapsed_ms,
-            len(batch.canvases),
+            len(batch.items),
             batch.num_rows,
             batch.num_sampled,
             1000 * plan.predicted_seconds,

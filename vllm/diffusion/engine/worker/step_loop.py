@@ -91,7 +91,7 @@ class StepLoop:
         """
         self._num_rows = 0
         self._remove_finished(message.finished_req_ids)
-        if self._runner.weights != self._runner.model.weight_generation:
+        if self._runner.weight_generation != self._runner.model.weight_generation:
             self.pause_steps().invalidate()
         pause = self.step_pause
         if pause is not None and pause.can_resume(message):
@@ -165,7 +165,7 @@ class StepLoop:
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
-                self._runner.drop_drafts()
+                self._runner.skip_drafts_once()
                 self._runner.drop_paused_step()
                 self._runner.pool.trim()  # release memory that earlier steps have left reserved
                 error = self._start(new)
@@ -173,7 +173,7 @@ class StepLoop:
                 results[new.req_id] = self._failed(new.req_id, error)
                 continue
             message = f"request {new.req_id} computes its first step itself"
-            outcomes, _ = self._attempt(message, self._runner.run_known_step, new)
+            outcomes, _ = self._attempt(message, self._runner.run_shared_first_step, new)
             results |= self._results(outcomes or {})
         return results
 
@@ -267,7 +267,7 @@ class StepLoop:
                 failures |= alone or dict.fromkeys(ready, failure)
                 ready = [req_id for req_id in ready if req_id not in failures]
                 continue
-            if self._runner.drop_drafts():
+            if self._runner.skip_drafts_once():
                 continue
             if has_trimmed and not self._runner.drop_paused_step():
                 largest = self._largest(ready)
@@ -302,7 +302,9 @@ class StepLoop:
 
     def _largest(self, req_ids: list[str]) -> str:
         """Return the request with the most rows; the last one if several have the same number."""
-        return max(reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].next_rows)
+        return max(
+            reversed(req_ids), key=lambda req_id: self._runner.canvases[req_id].count_next_rows()
+        )
 
     def _collect(self, launched: LaunchResult) -> Outcomes:
         """Wait for a step and commit it; skip requests that were removed since its launch."""

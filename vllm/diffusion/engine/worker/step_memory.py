@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
     @property
     def req_ids(self) -> list[str]:
-        return list(dict.fromkeys([canvas.req_id for canvas in self.batch.canvases]))
+        return list(dict.fromkeys([canvas.req_id for canvas in self.batch.items]))
 
 
 class PoolAccount:

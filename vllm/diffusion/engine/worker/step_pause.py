@@ -86,7 +86,7 @@ class StepPause:
             return replace(output, launched=launched, generation=message.generation)
         if not self._is_known(message):
             canvases = self._runner.canvases.items()
-            output.invalidated |= {r: c.next_rows for r, c in canvases if not c.is_complete}
+            output.invalidated |= {r: c.count_next_rows() for r, c in canvases if not c.is_complete}
         return output
 
     def _is_known(self, message: DiffusionSchedulerOutput) -> bool:
@@ -102,7 +102,7 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
     """
     failures: Outcomes = {}
     runner.generation += 1
-    runner.weights = runner.model.weight_generation
+    runner.weight_generation = runner.model.weight_generation
     runner.invalidate()
     for req_id, canvas in runner.canvases.items():
         window = canvas.window
@@ -113,7 +113,7 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
         except OUT_OF_MEMORY as error:
             failures[req_id] = error.with_traceback(None)
         canvas.invalidate()
-        canvas.use_weights(runner.weights)
+        canvas.use_weights(runner.weight_generation)
     return failures
 
 

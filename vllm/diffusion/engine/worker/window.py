@@ -7,6 +7,9 @@ forward, too: their keys are cached or computed again.
     positions   0 ........ kept ........ first ====== stop ...... length
                 [0, kept): keys that earlier forwards stored
                                          [first, stop): the window, which this forward computes
+
+A window is cut, that is, made shorter, if the step has too few rows for it or the request too few
+pages. Later forwards then compute the other positions.
 """
 
 from __future__ import annotations
@@ -130,7 +133,7 @@ class ForwardWindow:
         """Whether a forward has begun and is not committed."""
         return self._in_flight is not None
 
-    def aim(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
+    def set_range(self, rows: tuple[int, int], *, is_causal: bool = False) -> None:
         """Set the rule's rows, as (first, last + 1), and the kind of the next forward."""
         if rows != self._target or is_causal != self._windows.is_causal:
             self._target, self._windows.is_causal = rows, is_causal
