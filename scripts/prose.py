@@ -43,7 +43,7 @@ ADVICE = {  # words to avoid, and what to write instead
     r"\banew\b": "write again",
     r"\bnewest\b": "write latest",
     r"\bas\s+far\s+as\b": "write if, up to or when available",
-    r"(?<!twice\s)(?<!times\s)\b(so|as)\s+many\b(?![^.;]*\s(as|that)\b)": "name the number",
+    r"(?<!(?:twice|times)\s)(?<!alf\s)\b(so|as)\s+many\b(?![^.;]*\s(as|that)\b)": "name the number",
     r"\bstands?\b(?!-)": "write is or appears",
     r"\bstandstills?\b": "write pause",
     r"\bguess(es|ed)?\b": "write draft",

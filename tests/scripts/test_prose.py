@@ -59,6 +59,7 @@ def test_words_to_avoid(tmp_path: Path, sentence: str, words: str, advice: str) 
         "The page lets you watch every step.",
         "The arguments are those of `ForwardPass.run`.",
         "At least as many tiles as the GPU has multiprocessors.",
+        "Half as many steps take half as many passes, and twice as many take longer.",
         "The server answers `it knows what is meant`.",
     ],
 )

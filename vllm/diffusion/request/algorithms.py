@@ -500,7 +500,7 @@ PARAMETERS: tuple[Field, ...] = tuple(
             "decoded_token_threshold",
             float,
             "share of a block that must be committed before the next block may become the one that "
-            "gets at least one token in every step; the first unfinished block is that block, so "
+            "gets at least one token in every step. The first unfinished block is that block, so "
             "values up to 1 do not change the answer",
             default=0.5,
             aliases=("decoded_thresh",),
