@@ -98,8 +98,8 @@ class Speculation:
         canvases: all running requests.
         pages: pages of cached keys and values.
         times: function that returns the times of steps in which all requests have a cache (True),
-            or of other steps (False). None: do not weigh costs, but draft as many states as
-            requests ask for.
+            or of other steps (False). None: do not weigh costs; the number of drafts is
+            the one that requests ask for.
         can_grow: whether the page store may grow for drafts.
     """
 
