@@ -30,9 +30,10 @@ cd "$ROOT"
 # count_processes: print one more than the cores, because tests also wait for servers, but at most
 # 8. With the servers that it starts, a process takes up to 4 GiB.
 count_processes() {
-  local limit processes
+  local limit memory processes
+  memory=$(free -g 2>/dev/null | awk '/^Mem/ { print $7 }') || true # GiB available
   processes=$(($(nproc) + 1))
-  for limit in 8 $(($(free -g | awk '/^Mem/ { print $7 }') / 4)); do
+  for limit in 8 $((${memory:-8} / 4)); do
     [ "$processes" -le "$limit" ] || processes=$limit
   done
   echo $((processes > 0 ? processes : 1))
