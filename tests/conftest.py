@@ -6,9 +6,9 @@ Tests marked `gpu` or `multi_gpu` are left out on a machine without that many GP
 one GPU, and fails a run in which no GPU test ran, so that a job on a GPU machine cannot pass by
 leaving everything out.
 
-durations.json holds the seconds of every test function that takes long. Modules start in the order
-of their sums, longest first, and these functions get the marker `slow`. `--write-durations` updates
-the file.
+durations.json holds the seconds of each slow test function. These functions get the marker `slow`,
+and modules run in the order of their total seconds, longest first. `--write-durations` in a run of
+all tests updates the file.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(DurationWriter())
     config.pluginmanager.register(GpuTestCounter(required=config.getoption("--require-gpu")))
     if config.getoption("--write-golden"):
-        config.pluginmanager.register(GoldenWriter())
+        is_partial = any(map(config.getoption, ("keyword", "markexpr"))) or "::" in str(config.args)
+        config.pluginmanager.register(GoldenWriter(runs_whole_modules=not is_partial))
     if config.getoption("numprocesses", None):  # this process starts those of pytest-xdist
         from tests.server import fork_server
 
@@ -267,23 +268,24 @@ def is_interpreted() -> bool:
 class GoldenWriter:
     """Writes what the references computed, and that the tests of interpreted kernels passed."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[str] = []
+    def __init__(self, *, runs_whole_modules: bool) -> None:
+        self.runs_whole_modules = runs_whole_modules
+        self.has_interpreted = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.nodeid.startswith(INTERPRETER_TESTS):
-            self.outcomes.append(report.outcome)
+        if report.passed and report.nodeid.startswith(INTERPRETER_TESTS):
+            self.has_interpreted = True
 
     def pytest_sessionstart(self) -> None:
         from tests.reference import golden
 
         golden.STORE.writes = True
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         from tests.reference import golden
 
         golden.write()
-        if self.outcomes and {*self.outcomes} == {"passed"}:
+        if self.has_interpreted and self.runs_whole_modules and exitstatus == pytest.ExitCode.OK:
             from tests import interpreted
 
             interpreted.write_digest()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels on the CPU, by Triton's interpreter.
 
-The interpreter takes long, so the tests that use it are left out while the code of the kernels, of
-their references and of these tests is as it was when they passed last: interpreted.sha256 holds its
-digest, and `pytest --write-golden tests/native/test_interpreter.py` writes it.
+The interpreter is slow. Its tests are therefore skipped if the code of the kernels, of their
+references and of the tests has not changed since they last passed. interpreted.sha256 holds the digest of that
+code; `pytest --write-golden tests/native/test_interpreter.py` runs the tests and writes it.
 """
 
 import ast
