@@ -21,6 +21,13 @@ def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(word) for word in command], check=False, **kept)
 
 
+def add_program(path: Path, text: str) -> None:
+    """Write an executable file; its folder is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run this interpreter to its end, as `run` does."""
     return run(sys.executable, *arguments, **options)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.metric_names import METRIC_NAME, UPSTREAMS, samples_of
-from tests.programs import ROOT, output_of, run
+from tests.programs import ROOT, add_program, output_of, run
 from vllm.diffusion.metrics import METRICS
 
 DOCKER = ROOT / "docs" / "docker"
@@ -227,8 +227,7 @@ def test_packages_that_cannot_be_installed_are_one_line(
     tmp_path: Path, programs: dict[str, str], message: str
 ) -> None:
     for name, script in {**programs, "timeout": 'shift; "$@"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
+        add_program(tmp_path / name, f"#!/bin/sh\n{script}\n")
     done = run("/bin/bash", ROOT / ".ci" / "packages", env={"PATH": str(tmp_path)})
     output = done.stderr.replace("==> installing chromium ccache\n", "")
     assert done.returncode == 0

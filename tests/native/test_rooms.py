@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, run, run_python
+from tests.programs import ROOT, add_program, run, run_python
 
 ROOMS = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
 ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # as users put them
@@ -212,9 +212,7 @@ def checkout(tmp_path):
     for name in ("setup.py", "vmm_allocator/setup.py"):
         shutil.copy(ROOT / name, root / name)
     compiler = tmp_path / "cuda" / "bin" / "nvcc"
-    compiler.parent.mkdir(parents=True)
-    compiler.write_text(f"#!{sys.executable}\n{COMPILER}")
-    compiler.chmod(0o755)
+    add_program(compiler, f"#!{sys.executable}\n{COMPILER}")
     log = tmp_path / "log"
     environment = {"CUDA_HOME": str(tmp_path / "cuda"), "LOG": str(log)}
     environment |= {"BUILD_FLASH_SAMPLE": "0", "BUILD_VLLM_ADD_LLADA": "0"}
@@ -265,8 +263,7 @@ def test_only_what_is_out_of_date_is_made_again(checkout, folder):
 def test_the_targets_are_those_of_the_cards_at_hand(checkout, tmp_path, cards, targets):
     root, build = checkout
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\nprintf '{cards}'\n")
-    smi.chmod(0o755)
+    add_program(smi, f"#!/bin/sh\nprintf '{cards}'\n")
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "NATIVE_CUDA_ARCHS": ""}
     (root / "vmm_allocator" / "kernel.cu").write_text("// a kernel\n")
     assert build(**environment)[0].returncode == 0

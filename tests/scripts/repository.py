@@ -23,7 +23,5 @@ def run(
 
 def add_recorder(home: Path, text: str = RECORDER) -> None:
     """Put the recorder at .venv/bin/python, behind a real interpreter for `python -c`."""
-    python = home / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(text.replace("\n", f'\n[ "$1" = -c ] && exec {sys.executable} "$@"\n', 1))
-    python.chmod(0o755)
+    text = text.replace("\n", f'\n[ "$1" = -c ] && exec {sys.executable} "$@"\n', 1)
+    programs.add_program(home / ".venv" / "bin" / "python", text)

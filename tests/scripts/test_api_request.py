@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, add_program, run_python
 from tests.stub_server import Stub
 
 SCRIPT = ROOT / "scripts" / "test_api_request.py"
@@ -221,9 +221,7 @@ def test_a_python_without_requests(server: Server, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: no module named requests; scripts/setup.sh installs it\n"
     python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    add_program(python, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     done = run_python(*command)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ANSWER

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, run
+from tests.programs import ROOT, add_program, run
 
 SCRIPT = ROOT / "scripts" / "install_packages.py"
 UV = """#!/bin/sh
@@ -24,14 +24,12 @@ class Uv:
     def __init__(self, folder: Path) -> None:
         self._log = folder / "uv.log"
         self._program = folder / "bin" / "uv"
-        self._program.parent.mkdir()
 
     def install(
         self, *arguments: str, status: int = 0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the script, with this uv before all others."""
-        self._program.write_text(UV.format(log=self._log, status=status))
-        self._program.chmod(0o755)
+        add_program(self._program, UV.format(log=self._log, status=status))
         path = f"{self._program.parent}:{os.environ['PATH']}"
         env = {"PATH": path, "PIP_CONFIG_FILE": os.devnull, **variables}
         return run(sys.executable, SCRIPT, *arguments, env=env)

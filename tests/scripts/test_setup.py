@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, output_of, run
+from tests.programs import ROOT, add_program, output_of, run
 from tests.scripts.repository import add_recorder
 
 INFO = "mosaic-0.2.0.dist-info"
@@ -38,8 +38,7 @@ class TestMachine:
         for name in ("bash", "cat", "dirname", "grep", "sha256sum", "sh", "timeout"):
             (folder / name).symlink_to(shutil.which(name) or name)
         for name, text in programs.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
+            add_program(folder / name, text)
         return str(folder)
 
     def test_no_python(self, home: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import conftest
+from tests.programs import add_program
 from tests.scripts.repository import add_recorder, run
 
 # The default folder, port and length of each family's server.
@@ -236,10 +237,8 @@ def test_all_tests_run_in_several_processes_where_no_gpu_is_shared(
 ) -> None:
     """One more than the two cores of this machine, as long as there are 4 GiB for each."""
     log = python_log(home, kind, 'echo "$@" >>LOG')
-    (home / "bin").mkdir()
     for name, output in (("nproc", "2"), ("free", f"Mem: 32 1 1 0 1 {memory_gib}")):
-        (home / "bin" / name).write_text(f"#!/bin/sh\necho {output}\n")
-        (home / "bin" / name).chmod(0o755)
+        add_program(home / "bin" / name, f"#!/bin/sh\necho {output}\n")
     path = f"{home / 'bin'}:{os.environ['PATH']}"
     env = {"MOSAIC_DEVICE": kind, "CUDA_HOME": "/nowhere", "PATH": path}
     assert run(home / "scripts" / "test.sh", *arguments.split(), env=env).returncode == 0
