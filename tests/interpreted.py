@@ -2,8 +2,9 @@
 """Triton kernels on the CPU, by Triton's interpreter.
 
 The interpreter is slow. Its tests are therefore skipped if the code of the kernels, of their
-references and of the tests has not changed since they last passed. interpreted.sha256 holds the digest of that
-code; `pytest --write-golden tests/native/test_interpreter.py` runs the tests and writes it.
+references and of the tests has not changed since they last passed. interpreted.sha256 holds the
+digest of that code; `pytest --write-golden tests/native/test_interpreter.py` runs the tests and
+writes it.
 """
 
 import ast
