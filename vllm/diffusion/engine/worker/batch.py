@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,15 +20,68 @@ from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    import torch
 
     from vllm.diffusion.core.spans import PageTable
-    from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.engine.worker.drafts import BatchItem
+    from vllm.diffusion.decoding import DecodingRule, ForwardTarget, ScorePick
     from vllm.diffusion.engine.worker.window import Window
+    from vllm.diffusion.guided.joint import Joint
+    from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.sampling import RowEdits
 
 A = TypeVar("A")  # an array on the host or a tensor on the device
+
+
+class ItemWindow(Protocol):
+    """The sequences of an item and their cached keys and values, as in `ForwardWindow`."""
+
+    @property
+    def cache(self) -> KeptSequence | None: ...
+    @property
+    def kept_starts(self) -> tuple[int, ...]: ...
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def has_fp8_attention(self) -> bool: ...
+
+
+class BatchItem(Protocol):
+    """What a step packs and samples: the next forward of a `Canvas`, or a guest's own item.
+
+    The members are those of `Canvas`.
+    """
+
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def params(self) -> DiffusionParams: ...
+    @property
+    def rule(self) -> DecodingRule: ...
+    @property
+    def window(self) -> ItemWindow: ...
+    @property
+    def sequences(self) -> tuple[Array, ...]: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def num_extra_draws(self) -> int: ...
+    @property
+    def wants_logprobs(self) -> bool: ...
+    @property
+    def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None: ...
+    @property
+    def pick(self) -> ScorePick | None: ...
+    def next_forward(self) -> tuple[ForwardTarget, Window]: ...
+    def token_ids(self, positions: Array) -> Array | None: ...
+    def joints(self, target: ForwardTarget) -> list[Joint]: ...
+    def edits(self, positions: Array) -> RowEdits | None: ...
+    def draws(self, positions: Array) -> Array | None: ...
 
 
 class StepInputs(NamedTuple, Generic[A]):
@@ -60,7 +113,7 @@ class Packing:
     then windows of some positions, which read cached keys. Columns are [S] int64.
 
     Attributes:
-        items: the requests, and the drafts of their states, in the order of their rows.
+        items: the requests, and items of guests, in the order of their rows.
         windows: per request, the positions that are computed.
         pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
@@ -218,7 +271,7 @@ class StepBatch:
 
 
 def build_batch(
-    canvases: Iterable[BatchItem],
+    items: Iterable[BatchItem],
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
@@ -226,22 +279,22 @@ def build_batch(
     """Pack the rows that the requests compute in this step.
 
     Args:
-        canvases: the requests of the step, and their drafts.
+        items: the requests of the step, and items of guests.
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
-    forwards = sorted([(item, *item.next_forward()) for item in canvases], key=_kind)
-    items, targets, windows = zip(*forwards, strict=True)
+    forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
+    packed, targets, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
-        for item, window in zip(items, windows, strict=True)
+        for item, window in zip(packed, windows, strict=True)
         for tokens in item.sequences
     ]
-    is_alike = before is not None and before.pages is pages and before.items == items
+    is_alike = before is not None and before.pages is pages and before.items == packed
     if before is None or not is_alike or before.windows != windows:
-        before = _pack(items, windows, pages)
+        before = _pack(packed, windows, pages)
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 

@@ -149,8 +149,8 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: ops.GraphInputs
     outputs: BodyOutputs
-    # Generation of the store whose addresses the graph holds.
-    generation: int
+    # Version of the page store's layout whose addresses the graph holds.
+    layout_version: int
     # Packing of the inputs, as a weak reference: it refers to requests, which must not outlive
     # their end.
     packing: Callable[[], Packing | None] = lambda: None
@@ -223,7 +223,8 @@ class GraphRunner:
         if bucket.is_cached:
             self._copy_table()
         captured = self._captured.get(bucket)
-        if captured is None or captured.generation != self._caches.generation * bucket.is_cached:
+        version = self._caches.layout_version * bucket.is_cached
+        if captured is None or captured.layout_version != version:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
@@ -242,7 +243,7 @@ class GraphRunner:
         """Time short steps of several sequences: the best of two replays, on the slowest rank."""
         seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
-            is_stale = captured.generation != self._caches.generation * bucket.is_cached
+            is_stale = captured.layout_version != self._caches.layout_version * bucket.is_cached
             if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
                 continue  # a stale graph still writes to the previous page addresses
             took_us = self._agreement.all_reduce_max(
@@ -298,8 +299,8 @@ class GraphRunner:
             outputs = run()
             ops.align_ranks()
         self._memory.settle(self._agreement.all_reduce_max(self._memory.used_bytes))
-        generation = self._caches.generation * bucket.is_cached
-        self._captured[bucket] = _Captured(graph, graph_inputs, outputs, generation)
+        version = self._caches.layout_version * bucket.is_cached
+        self._captured[bucket] = _Captured(graph, graph_inputs, outputs, version)
         return self._captured[bucket]
 
     def _bytes_of(self, batch: StepBatch) -> int:
