@@ -94,7 +94,7 @@ class StepInputs(NamedTuple, Generic[A]):
             none.
         layouts: the keys that the rows of every attend chunk read, of this step and from the store;
             then the same for the chunks of the last layer if they differ.
-        num_adapter_rows: number of rows at the end whose candidates are drafts.
+        num_adapter_rows: number of rows at the end that use the adapter.
     """
 
     token_ids: A
@@ -235,9 +235,9 @@ class StepBatch:
 
     @cached_property
     def num_adapter_rows(self) -> int:
-        """Number of rows at the end that draft with cached keys."""
-        drafting = zip(self.targets, self.packing.windows, strict=True)
-        return sum([w.num_rows for target, w in drafting if target.is_draft and w.reads_kept])
+        """Number of rows at the end that use the adapter; they read cached keys."""
+        adapted = zip(self.targets, self.packing.windows, strict=True)
+        return sum([w.num_rows for target, w in adapted if target.is_adapted and w.reads_kept])
 
     @property
     def num_sampled(self) -> int:
@@ -299,10 +299,10 @@ def build_batch(
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of a request's rows: rows without a cache first, drafts with cached keys last."""
+    """Sort key of a request's rows: rows without a cache first, adapted rows with cached keys last."""
     item, target, window = forward
     reads_kept = window.reads_kept
-    return (item.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)
+    return (item.window.cache is not None) + reads_kept + (target.is_adapted and reads_kept)
 
 
 def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:

@@ -218,7 +218,7 @@ class GraphRunner:
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
             return None  # other kernels need the spans on the host
-        if batch.num_adapter_rows and self._model.adapts_drafts:
+        if batch.num_adapter_rows and self._model.has_adapter:
             return None  # graphs cannot apply the adapter to some rows only
         if bucket.is_cached:
             self._copy_table()
