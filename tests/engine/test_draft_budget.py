@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many states are drafted: no more than save time."""
 
-from vllm.diffusion.engine.worker.draft_budget import (
+from vllm.diffusion.engine.speculation.budget import (
     AcceptanceRates,
     DraftOffer,
-    StepTimes,
     choose_num_drafts,
 )
+from vllm.diffusion.engine.step_times import StepTimes
 
 # Milliseconds of a step of an 8B model by rows, as an H200 takes them.
 TIMES = StepTimes.of({32: 4.3, 64: 4.7, 128: 5.0, 256: 7.0, 512: 12.0})

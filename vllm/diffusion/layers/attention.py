@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.core.spans import KeySource, KeyTarget
-    from vllm.diffusion.layers.output_adapter import OutputAdapter
     from vllm.diffusion.layers.norm import RMSNorm
+    from vllm.diffusion.layers.output_adapter import OutputAdapter
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.parallel.head_exchange import HeadExchange
 

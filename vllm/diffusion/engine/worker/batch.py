@@ -299,7 +299,7 @@ def build_batch(
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of a request's rows: rows without a cache first, adapted rows with cached keys last."""
+    """Sort key of an item's rows: without a cache first, adapted rows with cached keys last."""
     item, target, window = forward
     reads_kept = window.reads_kept
     return (item.window.cache is not None) + reads_kept + (target.is_adapted and reads_kept)

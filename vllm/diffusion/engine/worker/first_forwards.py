@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
+from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.step_guest import StepGuest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

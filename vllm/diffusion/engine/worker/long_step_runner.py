@@ -18,11 +18,10 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.step_guest import StepGuest
 from vllm.diffusion.engine.worker.step_memory import Step
-from vllm.diffusion.memory import HostBuffers
+from vllm.diffusion.memory import OUT_OF_MEMORY, HostBuffers
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.long_steps import StepSlice

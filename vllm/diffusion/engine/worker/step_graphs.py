@@ -21,8 +21,8 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
+from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.engine.worker.batch import StepInputs
-from vllm.diffusion.engine.worker.draft_budget import StepTimes
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.ops import Array
 
-ROW_BUCKETS = (
-    *range(16, 64, 16),
-    *range(64, 256, 32),
-    *range(256, 512, 64),
-    *range(512, 1536, 128),
-    *range(1536, 2048, 256),
-    *range(2048, 4096 + 1, 512),
-)
 # Limits for models without experts. Beyond them, layers take longer than their launch, and the
 # attention of a graph is slower for long sequences (docs/measurements/steps.md). Layers with
 # experts finish sooner, and experts would be read in vain if windows came in shares.

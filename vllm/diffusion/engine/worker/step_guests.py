@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.engine.speculation import Speculation, can_speculate
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
-from vllm.diffusion.engine.worker.speculation import Speculation, can_speculate
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.step_guest import StepGuest
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
-    from vllm.diffusion.engine.worker.step_guest import StepGuest
 
 
 def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[StepGuest]]:

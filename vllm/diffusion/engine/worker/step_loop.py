@@ -16,11 +16,11 @@ import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import move_to_end
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
 from vllm.diffusion.engine.worker.step_pause import StepPause
+from vllm.diffusion.memory import OUT_OF_MEMORY
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:

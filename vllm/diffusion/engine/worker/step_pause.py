@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.memory import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

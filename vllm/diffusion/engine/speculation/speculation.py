@@ -2,7 +2,7 @@
 """Lossless speculation: a step also evaluates drafts, that is, predicted next states.
 
 A step evaluates one forward of a request and drafts of the states that follow
-(`decoding/drafting.py`). A draft is accepted only if it is exactly the state that the request
+(`drafter.py`). A draft is accepted only if it is exactly the state that the request
 reaches. Its candidates then equal the candidates of a forward of that state, so they are committed,
 too.
 
@@ -20,18 +20,17 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.decoding.drafting import MAX_DRAFTED_COMMITS, Drafter, DraftState
-from vllm.diffusion.engine.worker.cached_candidates import CachedCandidates, has_random_scores
-from vllm.diffusion.engine.worker.draft_budget import (
+from vllm.diffusion.engine.speculation.budget import (
     AcceptanceRates,
     DraftOffer,
-    StepTimes,
     choose_num_drafts,
 )
-from vllm.diffusion.engine.worker.draft_pages import DraftPages
-from vllm.diffusion.engine.worker.drafts import Draft
-from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS
-from vllm.diffusion.engine.worker.step_guest import StepGuest
+from vllm.diffusion.engine.speculation.candidates import CachedCandidates, has_random_scores
+from vllm.diffusion.engine.speculation.drafter import MAX_DRAFTED_COMMITS, Drafter, DraftState
+from vllm.diffusion.engine.speculation.drafts import Draft
+from vllm.diffusion.engine.speculation.draft_pages import DraftPages
+from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.request.algorithms import algorithms_of
 from vllm.logger import init_logger
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
-    from vllm.diffusion.decoding.drafting import AcceptanceChance
     from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.speculation.budget import Kind
+    from vllm.diffusion.engine.speculation.drafter import AcceptanceChance
     from vllm.diffusion.engine.worker.batch import BatchItem, StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.draft_budget import Kind
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner
     from vllm.diffusion.engine.worker.step_memory import Step

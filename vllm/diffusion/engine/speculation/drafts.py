@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.decoding.drafting import DraftState
+    from vllm.diffusion.engine.speculation.drafter import DraftState
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.guided.joint import Joint
