@@ -26,9 +26,9 @@ from vllm.diffusion.engine.speculation.budget import (
     choose_num_drafts,
 )
 from vllm.diffusion.engine.speculation.candidates import CachedCandidates, has_random_scores
+from vllm.diffusion.engine.speculation.draft_pages import DraftPages
 from vllm.diffusion.engine.speculation.drafter import MAX_DRAFTED_COMMITS, Drafter, DraftState
 from vllm.diffusion.engine.speculation.drafts import Draft
-from vllm.diffusion.engine.speculation.draft_pages import DraftPages
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.memory import StepShape
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.speculation.budget import Kind
     from vllm.diffusion.engine.speculation.drafter import AcceptanceChance
-    from vllm.diffusion.engine.worker.batch import BatchItem, StepBatch
+    from vllm.diffusion.engine.step_guest import BatchItem
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,68 +20,15 @@ from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
 from vllm.diffusion.memory import StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    import torch
+    from collections.abc import Iterable
 
     from vllm.diffusion.core.spans import PageTable
-    from vllm.diffusion.decoding import DecodingRule, ForwardTarget, ScorePick
+    from vllm.diffusion.decoding import ForwardTarget
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.guided.joint import Joint
-    from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
-    from vllm.diffusion.request.params import DiffusionParams
-    from vllm.diffusion.sampling import RowEdits
 
 A = TypeVar("A")  # an array on the host or a tensor on the device
-
-
-class ItemWindow(Protocol):
-    """The sequences of an item and their cached keys and values, as in `ForwardWindow`."""
-
-    @property
-    def cache(self) -> KeptSequence | None: ...
-    @property
-    def kept_starts(self) -> tuple[int, ...]: ...
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def has_fp8_attention(self) -> bool: ...
-
-
-class BatchItem(Protocol):
-    """What a step packs and samples: the next forward of a `Canvas`, or a guest's own item.
-
-    The members are those of `Canvas`.
-    """
-
-    @property
-    def req_id(self) -> str: ...
-    @property
-    def params(self) -> DiffusionParams: ...
-    @property
-    def rule(self) -> DecodingRule: ...
-    @property
-    def window(self) -> ItemWindow: ...
-    @property
-    def sequences(self) -> tuple[Array, ...]: ...
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def num_extra_draws(self) -> int: ...
-    @property
-    def wants_logprobs(self) -> bool: ...
-    @property
-    def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None: ...
-    @property
-    def pick(self) -> ScorePick | None: ...
-    def next_forward(self) -> tuple[ForwardTarget, Window]: ...
-    def token_ids(self, positions: Array) -> Array | None: ...
-    def joints(self, target: ForwardTarget) -> list[Joint]: ...
-    def edits(self, positions: Array) -> RowEdits | None: ...
-    def draws(self, positions: Array) -> Array | None: ...
 
 
 class StepInputs(NamedTuple, Generic[A]):

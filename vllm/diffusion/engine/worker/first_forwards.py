@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import NewCanvas
-    from vllm.diffusion.engine.worker.batch import BatchItem, StepBatch
+    from vllm.diffusion.engine.step_guest import BatchItem
+    from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
     from vllm.diffusion.engine.worker.sample_rows import SamplePart

@@ -25,7 +25,7 @@ from vllm.diffusion.memory import OUT_OF_MEMORY, HostBuffers
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.long_steps import StepSlice
-    from vllm.diffusion.engine.worker.batch import BatchItem
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner

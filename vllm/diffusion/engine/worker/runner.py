@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
-    from vllm.diffusion.engine.step_guest import StepGuest
-    from vllm.diffusion.engine.worker.batch import BatchItem, Packing, StepBatch
+    from vllm.diffusion.engine.step_guest import BatchItem, StepGuest
+    from vllm.diffusion.engine.worker.batch import Packing, StepBatch
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
