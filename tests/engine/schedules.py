@@ -44,8 +44,7 @@ def run_schedule(
     """Run a schedule and return the responses of requests that were not aborted, by their index.
 
     An entry is (delay, request, abort_after). The delay is a number of steps after the arrival of
-    the
-    previous request. The request is aborted `abort_after` steps after its arrival, or never if
+    the previous request. The request is aborted `abort_after` steps after its arrival, or never if
     None.
     """
     upstream, published = engine.llm.llm_engine, Published(engine)

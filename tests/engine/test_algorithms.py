@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every algorithm gives the tokens and forward passes of its published loop, with every cache
-and family."""
+"""Every algorithm, with every cache and family, gives the tokens of its published loop."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

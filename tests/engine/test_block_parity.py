@@ -2,9 +2,8 @@
 """Block-causal families give the tokens of the published loops, which have no cache.
 
 Requests run alone and in mixed batches of different prompts, block lengths and phases. They run
-with
-exact keys and values and with full recompute, and with a finished block stored alone or together
-with the next one.
+with exact keys and values and with full recompute, and with a finished block stored alone or
+together with the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -320,8 +319,7 @@ def test_in_mixed_batches(
     fuses: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests give the loop's tokens in batches, with fused blocks and running ahead, or with
-    neither.
+    """Batches give the loop's tokens with fused blocks and running ahead, or with neither.
 
     `test_exact_cache.py` has all four combinations.
     """

@@ -171,8 +171,7 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
     """Only the planned resident buffers grow with the sequence.
 
     Chunks are short here, so that any other buffer of all rows would exceed the bound. The smallest
-    of
-    them, the rotary tables, would take an eighth of a MiB.
+    of them, the rotary tables, would take an eighth of a MiB.
     """
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     prompt, request = (

@@ -95,9 +95,7 @@ def test_batches_are_equal_to_requests_alone(fp8: Engine) -> None:
 
 
 def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass over all positions uses fp8. One that reads cached keys does not, and shares
-    steps.
-    """
+    """fp8 applies to forward passes over all positions; cached keys stay plain and share steps."""
     parameters = {**SHORT, "cache": "prefix", "block_length": 8}
     kinds = record(
         monkeypatch, fp8.runner.planner, "plan", lambda plan, *_: plan.layout.fp8_attention
@@ -109,9 +107,7 @@ def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 def test_kept_keys_of_the_first_layer_are_equal(
     fp8: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No fp8 attention precedes the first layer, so its stored keys are the same for every
-    layout.
-    """
+    """No fp8 attention precedes the first layer, so its stored keys do not depend on the layout."""
     request = Request(
         random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16}
     )
@@ -132,9 +128,7 @@ def test_kept_keys_of_the_first_layer_are_equal(
 def test_measured_peaks_are_the_predicted_ones(
     quantization: str | None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured peaks match the plan for pools from a large one to one that plain attention
-    exceeds.
-    """
+    """Measured peaks match the plan, from a large pool to one too small for plain attention."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     parameters = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
     ask, sizes = Request(random_prompt(512), parameters), {"max_model_len": 1024, **SETTINGS}
@@ -215,9 +209,7 @@ def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path])
 
 
 def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
-    """The chunks of the last layer are whole units, cut at the end of their chunk, without
-    overlap.
-    """
+    """The last layer has whole units, each cut at the end of its chunk, and no row twice."""
     division = RowPartition(Ranks(), 9000)
     actual = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
     ends = [(chunk.rows.start, chunk.rows.stop) for chunk in actual]
@@ -230,8 +222,9 @@ def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
 def test_cudnn_follows_the_plain_scores(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16 scores with cuDNN follow plain scores, whole and in chunks; a kernel makes fp8
-    copies.
+    """bf16 scores with cuDNN follow plain scores, whole and in chunks.
+
+    The kernel that rotates queries and keys writes their fp8 copies.
     """
     with running(checkpoint("mha"), dtype="bfloat16", **SETTINGS) as engine:
         whole, actual = scores(engine, LONG), []

@@ -129,9 +129,7 @@ def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
 def padded_inputs(
     batch: StepBatch, bucket: Bucket
 ) -> tuple[StepInputs[Any], AttentionLayout[Any], list[Any]]:
-    """Return the inputs of a bucket filled with a batch, their layout, and all arrays but
-    tokens.
-    """
+    """Return a bucket's inputs filled with a batch, their layout, and all arrays but the tokens."""
     inputs = bucket.inputs(NO_PAGES if bucket.is_cached else None, 1000, has_blocks=True)
     ((layout,),) = inputs.layouts
     columns = (layout.query_ends, layout.key_starts, layout.key_counts)

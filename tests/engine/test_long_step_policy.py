@@ -164,9 +164,7 @@ def test_long_is_whose_next_step_takes_longer_than_a_pause() -> None:
 
 
 def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
-    """Steps are shared from the start of a possibly long request until its last slice is
-    reported.
-    """
+    """Steps are shared from the start of a possibly long request to the report of its end."""
     device, short, long = Device(), request("short", 90), request("a", 1000)
     long_steps = device.long_steps
     long_steps.started(short, PREDICTION)

@@ -326,9 +326,7 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
 def test_a_step_whose_keys_were_moved_begins_anew(
     slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step begins again after its pages moved: one request ends, and a new one needs more
-    room.
-    """
+    """A step begins again after its pages moved, because a request ended and another one came."""
     engine, _ = slow
     step_slice = {**SHORT, "cache": "dual"}
     asks = [Request(random_prompt(n, n), step_slice) for n in (15, 200, 60)]
@@ -399,9 +397,7 @@ def test_a_paused_step_makes_room_for_who_starts(
 def test_slices_on_a_gpu_give_the_same_tokens(
     use_vmm: str, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are the same with streams, pinned memory and steps launched before a slice's
-    result.
-    """
+    """Streams, pinned memory and steps launched before a slice's result do not change tokens."""
     monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
     with running(checkpoint("mha"), enforce_eager=True) as engine:
         wanted = [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)]

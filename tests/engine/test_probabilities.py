@@ -188,9 +188,7 @@ def replay(engine: Engine, model: Any, parameters: dict[str, Any]) -> None:
 
 
 def check_position(actual: dict[int, Any], token: int, wanted: torch.Tensor) -> None:
-    """Check that the committed token is first, followed by the most likely ones with their
-    ranks.
-    """
+    """Check that the committed token is first, then the most likely ones, each with its rank."""
     assert next(iter(actual)) == token
     assert NUM_TOP <= len(actual) <= NUM_TOP + 1
     top = wanted.topk(NUM_TOP)
@@ -244,9 +242,7 @@ def test_the_answer_is_cut_with_its_logprobs(llada: tuple[Engine, Any]) -> None:
 
 
 def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str], Path]) -> None:
-    """A token inserted without a candidate gets upstream's finite number, because JSON has no
-    NaN.
-    """
+    """A token without a candidate gets upstream's finite number, because JSON has no NaN."""
     often = {"threshold": 0.3, "logit_bias": {SPLIT_ID: 2.5, DELETE_ID: 2.5}}
     extra = {"algorithm": "levenshtein", "gen_length": 32, "editing_threshold": 0.3, **often}
     asks = [Request(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]

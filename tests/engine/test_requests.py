@@ -52,9 +52,7 @@ def test_stop_token_ids_of_the_request_end_the_answer(
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_request_is_decided_once(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """A request is decided on arrival, once for all answers, and the scheduler uses the
-    decision.
-    """
+    """A request is decided on arrival, once for all answers; the scheduler uses the decision."""
     from vllm import SamplingParams
     from vllm.diffusion.api import validator
     from vllm.diffusion.request import decision

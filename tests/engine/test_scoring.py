@@ -43,9 +43,7 @@ def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_
 def plain(
     logits: torch.Tensor, token_ids: Sequence[Sequence[int]]
 ) -> tuple[list[list[float]], list[int]]:
-    """Return log probabilities by the plain formula, in fp64 rounded to fp32, and the best
-    tokens.
-    """
+    """Return fp64 log probabilities by the plain formula, rounded to fp32, and the best tokens."""
     values = torch.log_softmax(logits.double(), dim=-1).float()
     actual = [row[list(ids)].tolist() for row, ids in zip(values, token_ids, strict=True)]
     return actual, logits.argmax(dim=-1).tolist()
@@ -100,9 +98,7 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine, model: Any) ->
 def test_every_bit_is_that_of_the_plain_formula(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The formula is applied to the engine's logits, which differ from the reference by
-    rounding.
-    """
+    """The formula is applied to the engine's logits, which the reference matches up to rounding."""
     computed: list[torch.Tensor] = []
     compute = DiffusionModel.compute_logits
 

@@ -134,9 +134,7 @@ def test_an_oracle_saves_forwards_of_kept_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of three blocks with 16 steps, the whole forward pass at the start of a block has no
-    drafts.
-    """
+    """Of three blocks with 16 steps, the whole forward pass of each block has no drafts."""
     parameters = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
     ask = as_request(random_prompt(50, 5), **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
@@ -257,7 +255,7 @@ def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> No
 
 
 def test_who_takes_no_part(engine: Engine) -> None:
-    """A guided request has no drafts. An algorithm without drafts, or too many drafts, is refused."""
+    """Guided requests have no drafts. Algorithms without drafts and too many drafts are refused."""
     (guided,) = engine.ask(
         Request(
             [1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3}

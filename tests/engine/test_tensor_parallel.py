@@ -80,16 +80,12 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
     """Two ranks that split heads, vocabulary and noise give the reference's tokens.
 
     Requests run in a batch, after a refusal, alone, and in chunks. In a small pool both ranks must
-    cut
-    steps into the same chunks. A rule that fails on both ranks ends its own request. Steps in
-    slices
-    stop after the same chunk on both ranks. If one rank fails, the requests of that step end, and
-    both
-    ranks continue.
+    cut steps into the same chunks. A rule that fails on both ranks ends its own request. Steps in
+    slices stop after the same chunk on both ranks. If one rank fails, the requests of that step
+    end, and both ranks continue.
 
     300 logit columns are no multiple of upstream's padding, so that the second rank has columns
-    that
-    belong to no token.
+    that belong to no token.
     """
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
@@ -216,11 +212,9 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
     """Check that ranks decode the tokens of one process in all ways of running.
 
     Steps are divided, undivided, cached and in slices, and follow an abort and errors. If one rank
-    fails
-    in a divided step, the requests of that step end. Finally, the weights of another checkpoint are
-    loaded in place, and every rank receives them from its own folder. If one rank cannot load them,
-    no
-    rank uses them.
+    fails in a divided step, the requests of that step end. Finally, the weights of another
+    checkpoint are loaded in place, and every rank receives them from its own folder. If one rank
+    cannot load them, no rank uses them.
     """
     root = folder.parent / f"{folder.name}-others"
     dllm = {**ranks["additional_config"]["dllm"], "weight_update_root": str(root)}

@@ -270,9 +270,7 @@ def test_tables_that_are_written_to() -> None:
 
 
 def test_the_servers_client_has_what_is_replaced_and_called() -> None:
-    """Attributes that the constructor sets are read from its source, because it starts an
-    engine.
-    """
+    """The constructor would start an engine, so its attributes are read from its source."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.loggers import StatLoggerManager

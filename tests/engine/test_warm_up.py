@@ -49,9 +49,7 @@ def test_a_warm_engine_answers_as_before(
 def test_a_causal_context_is_warm_as_well(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks up to 256 rows are denoised after a prompt of one token; longer prompts are
-    prefilled.
-    """
+    """Blocks up to 256 rows follow a prompt of one token, and longer prompts are prefilled."""
     with running(checkpoint("nemotron"), num_gpu_blocks_override=40) as engine:
         batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
         model = served_model(engine.llm.llm_engine.vllm_config)
