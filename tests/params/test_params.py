@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a request: spellings, defaults, lengths, ids, and what a refusal says."""
+"""The parameters of a request: spellings, defaults, lengths, ids, and refusals."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ ON_DREAM = model(family=DREAM)
 BLIND = model(ids=SpecialIds(MASK, None, EOT, frozenset({EOT})))
 SHORT = model(max_model_len=100)
 ENDS_SHORT = ("full_attn_multi_block", "adablock")
-# A served model, if it is not MODEL, what a request asks of it, and what is decided.
+# A served model unless it is MODEL, the parameters of a request, and the decided values.
 DECIDED: dict[str, list[tuple[Any, ...]]] = {
     "a spelling of an algorithm": [
         ({"algorithm": spelling}, {"algorithm": name, "remasking": remasking})
@@ -79,7 +79,7 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             {"algorithm": "FullAttnMultiBlock", "block_add": 0.3, "decoded_thresh": 0.6},
             {"block_add_threshold": 0.3, "decoded_token_threshold": 0.6},
         ),
-        # Its published configuration names these two as well, without effect.
+        # The published configuration of the algorithm has these two parameters, without effect.
         (
             {"algorithm": "FullAttnMultiBlock", "cache_delay_iter": 2, "refresh_interval": 3},
             {"cache": "none"},
@@ -100,7 +100,7 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
     "guidance and caches": [
         ({"cfg_scale": 0, "cache": "dual"}, {"cache": "dual"}),
         ({"cfg_scale": 0, "cache": "delayed", "algorithm": "multi_block"}, {"cache": "delayed"}),
-        # What the request asks for wins over what the server has by default.
+        # A parameter of the request takes precedence over a server-wide default.
         (served_with(cfg_scale=0.5), {"cache": "dual"}, {"cfg_scale": 0}),
         (served_with(cache="prefix"), {"cfg_scale": 0.5}, {"cache": "none"}),
     ],
@@ -236,7 +236,7 @@ def test_decisions(served: ServedModel, parameters: dict[str, Any], wanted: dict
     check_decided(served, parameters, wanted)
 
 
-# A served model, if it is not MODEL, what a request asks, the field refused, words of the answer.
+# A served model unless it is MODEL, the parameters, the refused field, and words of the error.
 REFUSED: dict[str, list[tuple[Any, ...]]] = {
     "contradictions": [
         ({"use_local_leap": True, "algorithm": "factor"}, "use_local_leap"),
@@ -375,7 +375,7 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
-    """Defaults, which docs/decoding.md lists; caches; and whether a number may be the score."""
+    """Defaults (listed in docs/decoding.md), caches, and random scores follow the record."""
     record = ALGORITHMS[algorithm]
     for served, is_shifted in ((MODEL, False), (ON_DREAM, True)):
         decided = resolve(served, algorithm=algorithm)
@@ -390,9 +390,9 @@ def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
         error = refusal(algorithm=algorithm, cache=cache)
         assert (error.field, error.given) == ("cache", cache)
         assert all(name in error.wanted for name in record.caches)
-        if cache != "exact":  # which no algorithm of this family has
+        if cache != "exact":  # no algorithm of this family supports it
             assert "multi_block" in error.wanted or "semi_ar" in error.wanted
-    # Harmless beside any algorithm.
+    # This value is accepted for every algorithm.
     assert resolve(algorithm=algorithm, remasking="low_confidence").algorithm == algorithm
     if record.random_scores != "none":
         assert resolve(algorithm=algorithm, remasking="random").remasking == "random"
@@ -413,7 +413,7 @@ CANNOT_ACT = {
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_standard_fields_act_or_are_named(algorithm: str) -> None:
-    """With the prompt they are what every client sends."""
+    """Every client sends these fields together with the prompt."""
     decided = resolve(algorithm=algorithm, **STANDARD)
     ignored = CANNOT_ACT.get(algorithm, ())
     assert decided.ignored == resolve(served_with(algorithm=algorithm), **STANDARD).ignored
@@ -457,7 +457,7 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", 10**400),
     ("seed", 1.5),
     ("min_tokens", -1),
-    ("min_tokens", 129),  # more than the canvas has
+    ("min_tokens", 129),  # more than the canvas
     ("min_p", 1.5),
     ("repetition_penalty", 0),
     ("presence_penalty", 2.5),
@@ -496,7 +496,7 @@ def test_refusals_cross_processes() -> None:
 
 
 def test_numbers_may_come_as_json_writes_them() -> None:
-    """Whole floats are whole numbers, and 0 and 1 are false and true."""
+    """Whole floats are accepted as integers, and 0 and 1 as false and true."""
     decided = resolve(gen_length=64.0, steps=8.0, ignore_eos=1, logits_eos_inf=0, temperature=1)
     assert (decided.gen_length, decided.steps, decided.ignore_eos) == (64, 8, True)
     assert decided.logits_eos_inf is False
@@ -520,7 +520,7 @@ def test_a_missing_seed_stays_open_until_it_is_drawn() -> None:
 
 
 def test_defaults_without_any_field() -> None:
-    """Those of an algorithm's own parameters are in its record, and in docs/requests.md."""
+    """Defaults of an algorithm's own parameters are in its record, and in docs/requests.md."""
     decided = resolve()
     assert (decided.algorithm, decided.remasking) == ("semi_ar", "low_confidence")
     assert (decided.cache, decided.logit_shift, decided.is_block_causal) == ("none", 0, False)
@@ -563,7 +563,7 @@ def test_server_wide_defaults_and_requests_own_values() -> None:
 
 
 def test_guesses_are_asked_for_of_algorithms_that_can() -> None:
-    """A server's wish is dropped elsewhere; a request's is refused."""
+    """Other algorithms ignore a server's default, and refuse the field of a request."""
     served = served_with(num_speculative_states=7)
     assert resolve(served).num_speculative_states == 7
     assert resolve(served, num_speculative_states=0).num_speculative_states == 0
@@ -597,7 +597,7 @@ def test_server_wide_values_count_where_they_are_meant() -> None:
     served = served_with(algorithm="multi_block", block_add=0.1, decoded_thresh=0.95, **settings)
     thresholds = {"block_add_threshold": 0.1, "decoded_token_threshold": 0.95}
     check_decided(served, {}, {**settings, **thresholds})
-    # A confidence is no entropy; what another algorithm does not use gives way.
+    # A confidence is no entropy. Values that another algorithm does not use are ignored.
     other = {"threshold": 0.9, "early_stop": False, "cache": "none", "remasking": "low_confidence"}
     check_decided(served, {"algorithm": "hierarchy"}, other)
     assert resolve(served_with(threshold=0.4), algorithm="entropy_threshold").threshold == 0.4
@@ -616,7 +616,7 @@ def sampled(**fields: Any) -> DiffusionParams:
 def test_sampling_params_as_they_stand() -> None:
     decided = sampled(temperature=1.0, max_tokens=100)
     assert (decided.temperature, decided.gen_length, decided.max_tokens) == (1.0, 128, 100)
-    assert sampled().max_tokens == 16  # upstream's default, a limit like any other
+    assert sampled().max_tokens == 16  # upstream's default acts as a limit
     assert sampled().gen_length == 32
 
 
@@ -640,11 +640,11 @@ def test_max_tokens_beside_a_canvas() -> None:
 
 
 def test_a_limit_that_upstream_filled_in_is_no_limit() -> None:
-    """Upstream writes "no max_tokens" as everything that is left of the context."""
+    """Upstream sets max_tokens to the rest of the context if the request has no limit."""
     room = MODEL.max_model_len - len(PROMPT)
     assert sampled(max_tokens=room).gen_length == sampled(max_tokens=room).max_tokens == 128
     assert sampled(max_tokens=room, extra_args={"gen_length": 64}).max_tokens == 64
-    assert resolve(max_tokens=room).max_tokens == room  # a request's own word is literal
+    assert resolve(max_tokens=room).max_tokens == room  # a limit of the request itself is kept
 
 
 def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
@@ -664,7 +664,7 @@ def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
     ],
 )
 def test_fields_of_sampling_params_that_edit_logits(field: str, value: Any) -> None:
-    """They are the same from upstream's object and from a body, whose keys are strings."""
+    """Upstream's object and a JSON body, whose keys are strings, give the same edits."""
     decided = sampled(extra_args={"gen_length": 64}, **{field: value})
     assert decided.edits is not None and decided.ignored == ()
     assert dataclasses.replace(decided, edits=None) == sampled(extra_args={"gen_length": 64})
@@ -686,7 +686,7 @@ def test_what_is_asked_of_logits() -> None:
     assert decided.stop_ids == frozenset()
     assert decided.edits == Edits(
         allowed_token_ids=(7, 9),
-        bad_words=((9,), (10,), (1, 2)),  # behind a space, another number of tokens is left out
+        bad_words=((9,), (10,), (1, 2)),  # the form after a space is omitted if its length differs
         min_tokens=3,
         end_ids=(EOT, EOS),
         logit_bias=((3, 2.0), (7, -100.0)),
@@ -716,7 +716,7 @@ def test_bad_words_are_counted_before_they_are_tokenised() -> None:
 def test_bad_words_that_no_answer_can_have_are_left_out() -> None:
     spelled = {"long": [5] * 85, "fits": [5] * 84, "masked": [5, MASK], "mask": [MASK]}
     served = model(encode=lambda text: spelled.get(text, []))
-    decided = resolve(served, bad_words=[*spelled], gen_length=64)  # behind 20 tokens
+    decided = resolve(served, bad_words=[*spelled], gen_length=64)  # the prompt has 20 tokens
     assert decided.edits == Edits(bad_words=((5,) * 84, (MASK,)))
     assert resolve(served, bad_words=["long"], gen_length=64).edits is None
 
@@ -780,7 +780,7 @@ def test_log_probabilities_and_canvases_to_look_at() -> None:
 
 
 def test_seeds_of_several_answers_are_upstreams() -> None:
-    """Upstream gives answer i the seed + i, of a seed that it knows."""
+    """Answer i has seed + i, as upstream sets it for a seed that it receives."""
     from vllm import SamplingParams
 
     for sampling in (SamplingParams(n=3, seed=5), SamplingParams(n=3, extra_args={"seed": 5})):
@@ -799,7 +799,7 @@ def test_values_without_effect_are_accepted() -> None:
         min_tokens=0,
     )
     assert decided == sampled()
-    # At temperature 0 upstream itself drops them.
+    # Upstream itself ignores them at temperature 0.
     assert sampled(temperature=0.0, top_p=0.5).temperature == 0.0
 
 
@@ -825,7 +825,7 @@ BLOCK_LENGTHS = st.integers(1, 96)
 def test_defaults_always_work(
     prompt_length: int, parameters: Any, server_block: Any, server_steps: Any, max_model_len: int
 ) -> None:
-    """Whatever is left out is chosen so that the request runs, if the prompt leaves room at all."""
+    """Defaults of missing fields make a request valid whenever the prompt leaves room."""
     room = max_model_len - prompt_length
     served = dataclasses.replace(
         served_with(block_length=server_block, steps=server_steps), max_model_len=max_model_len
@@ -923,7 +923,7 @@ def test_every_field_is_documented() -> None:
 
 
 def test_a_family_may_have_defaults_of_its_own() -> None:
-    """They are meant for the family's algorithm, and give way to the server's and the request's."""
+    """They apply to the family's algorithm, unless the server or the request sets a value."""
     served = model(family=DIFFULLAMA)
     own = resolve(served, max_tokens=96)
     assert (own.algorithm, own.alg, own.eps) == ("dream", "origin", 0)
@@ -951,7 +951,7 @@ LETTER = "x'\"é\n"
     ],
 )
 def test_an_error_shows_the_start_of_what_was_given(value: Any) -> None:
-    """As Python writes it, though only the start is looked at."""
+    """The value is shown as its repr, of which only the start is computed."""
     written = repr(value)
     shown = written if len(written) <= 80 else f"{written[:77]}..."
     assert str(InvalidParameterError("f", value, "wanted less")) == f"f: given {shown}; wanted less"
