@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 def committed(positions: list[int], scores: list[float], **parameters: Any) -> list[int]:
-    """Return the positions that a forward pass commits, given a prompt of one token and one block."""
+    """Return the positions that a forward pass commits, after a prompt of one token."""
     rule = parameters.pop("algorithm", "local_leap")
     return sorted(positions[i] for i in of_ours(rule, Case(scores, set(), parameters, positions)))
 
