@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft budget: the number of drafts that is expected to save the most time."""
 
-from vllm.diffusion.engine.worker.draft_budget import (
+from vllm.diffusion.engine.speculation.budget import (
     AcceptanceRates,
     DraftOffer,
-    StepTimes,
     choose_num_drafts,
 )
+from vllm.diffusion.engine.step_times import StepTimes
 
 # Milliseconds per step of an 8B model by number of rows, measured on an H200.
 TIMES = StepTimes.of({32: 4.3, 64: 4.7, 128: 5.0, 256: 7.0, 512: 12.0})

@@ -20,6 +20,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import Span
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.step_times import ROW_BUCKETS
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
@@ -27,7 +28,6 @@ from vllm.diffusion.engine.worker.step_graphs import (
     MAX_WHOLE_ROWS,
     MAX_WHOLE_ROWS_FP8,
     MAX_WINDOW_ROWS,
-    ROW_BUCKETS,
     Bucket,
     Buckets,
     buckets_of,

@@ -147,9 +147,9 @@ def test_pages_move_once_for_all_that_start_together(engine: Engine) -> None:
     def moves(*lengths: int) -> int:
         assert engine.is_idle()
         pages.trim()
-        generation = store.generation
+        version = store.layout_version
         engine.ask(*(as_request(random_prompt(n), **BLOCKS, cache="dual") for n in lengths))
-        return int(store.generation - generation)
+        return int(store.layout_version - version)
 
     assert moves(150, 70, 90, 180) == moves(20) > 0
 

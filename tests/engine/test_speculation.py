@@ -28,8 +28,8 @@ from tests.engine.harness import (
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.block_grid import GridRule
-from vllm.diffusion.decoding.drafting import Drafter, DraftState
-from vllm.diffusion.engine.worker.draft_budget import StepTimes
+from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState
+from vllm.diffusion.engine.step_times import StepTimes
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 SHORT: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}

@@ -13,8 +13,9 @@ from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, Engine, as_request, clear_case, record, running
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.config import served_model
+from vllm.diffusion.engine.step_times import ROW_BUCKETS
 from vllm.diffusion.engine.worker import warm_up as warming
-from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, buckets_of
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
 

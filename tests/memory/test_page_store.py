@@ -86,14 +86,14 @@ def test_pages_that_lie_apart_serve_one_request_without_moving_anything() -> Non
     kept = {name: pages.allocate(name, PAGE_SIZE) for name in "abcd"}
     for value, name in enumerate("abcd"):
         mark(store, kept[name], value)
-    generation, table = store.generation, store.table
+    version, table = store.layout_version, store.table
     before = table.rows.tolist()
     pages.release("a")
     pages.release("c")
     joined = pages.allocate("e", 2 * PAGE_SIZE)
     mark(store, joined, 9)
     assert sorted(joined.pages.tolist()) == [0, 2]
-    assert (store.generation, table.rows.tolist()) == (generation, before)
+    assert (store.layout_version, table.rows.tolist()) == (version, before)
     for name, value in (("b", 1), ("d", 3)):
         assert_marked(store, kept[name], value)
     assert_marked(store, joined, 9)
@@ -106,10 +106,10 @@ def test_growth_takes_what_there_is_where_twice_as_much_is_not() -> None:
     second = pages.allocate("b", 1)
     assert store.reserved_bytes == 6 * PAGE_BYTES
     mark(store, second, 2)
-    generation = store.generation
+    version = store.layout_version
     with pytest.raises(PoolExhaustedError, match="kept keys and values: wanted"):
         pages.allocate("c", 6 * PAGE_SIZE)
-    assert (store.num_bytes, store.generation) == (6 * PAGE_BYTES, generation)
+    assert (store.num_bytes, store.layout_version) == (6 * PAGE_BYTES, version)
     assert_marked(store, first, 1)
     assert_marked(store, second, 2)
 
@@ -216,12 +216,12 @@ def test_layers_in_host_memory_take_turns_on_the_device() -> None:
 def test_pages_that_were_provided_do_not_move_as_requests_come() -> None:
     pages, store = pages_of(num_pages=20)
     pages.provide(10 * PAGE_SIZE)
-    generation = store.generation
+    version = store.layout_version
     for number in range(10):
         pages.allocate(str(number), PAGE_SIZE)
     for number in range(10):
         pages.release(str(number))
-    assert (store.generation, store.reserved_bytes) == (generation, 10 * PAGE_BYTES)
+    assert (store.layout_version, store.reserved_bytes) == (version, 10 * PAGE_BYTES)
     pages.trim()
     assert store.reserved_bytes == 0
     pages.provide(21 * PAGE_SIZE)  # more pages than there are
@@ -310,10 +310,10 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     assert pages.assign("a", []) is None
     pages.update_table()
     assert (store.table.rows // page_rows).tolist() == [0]
-    generation = store.generation
+    version = store.layout_version
     pages.trim()
     pages.release("b")
-    assert (store.num_pages, store.generation, store.most_entries) == (6, generation, 20)
+    assert (store.num_pages, store.layout_version, store.most_entries) == (6, version, 20)
 
 
 def test_a_request_may_read_what_another_one_keeps() -> None:
@@ -324,9 +324,9 @@ def test_a_request_may_read_what_another_one_keeps() -> None:
     pages.provide(10 * PAGE_SIZE)
     first = pages.allocate("a", offset + length)
     mark(store, first, 1)
-    generation = store.generation
+    version = store.layout_version
     second = pages.share("b", "a", offset + length, shared)
-    assert (store.num_bytes, store.generation) == (10 * PAGE_BYTES, generation)
+    assert (store.num_bytes, store.layout_version) == (10 * PAGE_BYTES, version)
     same = np.flatnonzero(first.pages == second.pages).tolist()
     assert same == [0, 3]
     read = np.concatenate([np.arange(r.start, r.stop) for r in shared])
@@ -334,7 +334,7 @@ def test_a_request_may_read_what_another_one_keeps() -> None:
         for kept in (store.keys(layer), store.values(layer)):
             assert torch.equal(kept[rows_of(first)[read]], kept[rows_of(second)[read]])
     pages.allocate("c", 6 * PAGE_SIZE)  # makes pages move
-    assert store.generation > generation
+    assert store.layout_version > version
     assert first.pages[same].tolist() == second.pages[same].tolist()
     assert_marked(store, first, 1)
     pages.release("a")

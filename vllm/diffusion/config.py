@@ -283,7 +283,7 @@ class Settings:
         sequence_parallel_min_tokens: rows of a step from which they do; None chooses the number
             from which it pays.
         weighs_guesses: whether states are drafted only while they save time
-            (`engine/worker/draft_budget.py`), or else always as many as requests allow; None weighs
+            (`engine/speculation/budget.py`), or else always as many as requests allow; None weighs
             them on a GPU.
         page: whether the server has its web pages.
         fp8_head: whether the output head is quantised, too.

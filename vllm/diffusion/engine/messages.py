@@ -156,8 +156,9 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     `next_slice` continues one of them in this step. `finished_req_ids` names requests whose canvas
     is no longer needed. `scheduled_at` is `time.monotonic()`. `new_pages` holds the pages that the
     scheduler assigns, by request; workers assign them before the step. With `should_drain` nothing
-    is launched, and only a step in flight is collected. `generation` is the weight generation that
-    the scheduler has acknowledged: a worker with newer weights runs no step before that.
+    is launched, and only a step in flight is collected. `epoch` is the number of times that
+    cached results were dropped, as far as the scheduler has acknowledged it: a worker with a later
+    epoch runs no step before that.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -166,7 +167,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     next_slice: StepSlice | None = None
     long: list[str] = field(default_factory=list)
     should_drain: bool = False
-    generation: int = 0
+    epoch: int = 0
 
 
 @dataclass
@@ -176,7 +177,7 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     `usage` is the memory that the step used and that is available. `num_rows` counts the computed
     rows. `launched` lists the requests of each step in flight, `paused` is the long step that waits
     for its next slice, and `slice_timing` sums the slices that have ended since the last message.
-    `generation` is the current weight generation. If it is new, `invalidated` has the rows of every
+    `epoch` is the current epoch. If it is new, `invalidated` has the rows of every
     request's next forward, which begins without cached keys and values.
     """
 
@@ -186,5 +187,5 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     launched: list[list[str]] = field(default_factory=list)
     paused: PausedStep | None = None
     slice_timing: SliceTiming | None = None
-    generation: int = 0
+    epoch: int = 0
     invalidated: dict[str, int] = field(default_factory=dict)
