@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels on the CPU, by Triton's interpreter.
+"""Triton kernels on the CPU, run by Triton's interpreter.
 
 The interpreter is slow. Its tests are therefore skipped if the code of the kernels, of their
 references and of the tests has not changed since they last passed. interpreted.sha256 holds the
@@ -27,10 +27,10 @@ _SOURCES = (
     *("tests/models/split_kernel.py", "tests/guided/support.py", "tests/guided/joint_kernels.py"),
 )
 
-# Triton decides at import, so a process of its own runs the programs: each in a fork of it, as most
-# of them take less time than the imports. It ends with its standard input.
-# The interpreter replaces Triton's language anew at every call of a function within a kernel, such
-# as `tl.sum`; once is enough.
+# Triton chooses the interpreter at import, so that the programs need their own process. Each
+# program runs in a fork of it, because most programs take less time than the imports. The process
+# ends when its standard input is closed. The interpreter replaces Triton's language at every call
+# of a function in a kernel, such as `tl.sum`; once is enough.
 _SERVER = """
 import gc, json, os, sys, traceback
 gc.disable()
@@ -63,7 +63,7 @@ for line in sys.stdin:
 
 
 def run_interpreted(program: str) -> None:
-    """Run Python where Triton's kernels are interpreted."""
+    """Run a Python program in which Triton's kernels are interpreted."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -79,7 +79,7 @@ def run_interpreted(program: str) -> None:
 
 
 def is_up_to_date() -> bool:
-    """Is the code the same as when the tests passed last?"""
+    """Return whether the code is the same as when the tests last passed."""
     return _DIGEST.exists() and _DIGEST.read_text(encoding="utf-8").strip() == digest()
 
 

@@ -156,8 +156,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     `next_slice` continues one of them in this step. `finished_req_ids` names requests whose canvas
     is no longer needed. `scheduled_at` is `time.monotonic()`. `new_pages` holds the pages that the
     scheduler assigns, by request; workers assign them before the step. With `should_drain` nothing
-    is launched, and only a step in flight is collected. `epoch` is the number of times that
-    cached results were dropped, as far as the scheduler has acknowledged it: a worker with a later
+    is launched, and only a step in flight is collected. `epoch` counts how often cached results
+    were dropped, up to the last drop that the scheduler has acknowledged: a worker with a later
     epoch runs no step before that.
     """
 

@@ -244,7 +244,7 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def commit_known_step(self, new: NewCanvas) -> Outcomes:
-        """Commit the first step of a started request if a guest knows its results already."""
+        """Commit the first step of a started request if a guest has its results already."""
         for guest in self.guests:
             candidates = guest.first_candidates(new)
             if candidates is not None:
