@@ -192,7 +192,7 @@ class CanvasState(BaseModel):
 
     @classmethod
     def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
-        """Convert an `engine.messages.CanvasView` from its packed form."""
+        """Convert an `core.canvas_view.CanvasView` from its packed form."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
         guessed = packed.get("guessed")
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
