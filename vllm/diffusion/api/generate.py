@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.bodies import left_out
-from vllm.diffusion.api.choices import (
-    RequestTimedOut,
-    TaskScope,
-    final_output,
-    stream_outputs,
-    wait_for_first,
-)
-from vllm.diffusion.api.events import DONE, event
+from vllm.diffusion.api.choices import RequestTimedOut, stream_outputs
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
     GenerateBody,
@@ -39,6 +32,7 @@ from vllm.diffusion.api.report import (
     trajectories_in,
 )
 from vllm.diffusion.api.schema import check_logprobs
+from vllm.diffusion.api.streams import DONE, TaskScope, event, final_output, wait_for_first
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, requested_spec

@@ -13,7 +13,7 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 
 class DiffusionReport(BaseModel):
@@ -224,3 +224,17 @@ def reports_by_choice(output: RequestOutput) -> dict[int, dict[str, Any]]:
     if isinstance(message, list):
         return dict(enumerate(message))
     return {output.outputs[0].index: message}
+
+
+def add_stop_string(report: dict[str, Any], completion: CompletionOutput, length: int) -> None:
+    """Add the effect of a stop string to a trajectory.
+
+    The engine does not process stop strings, so its trajectory lacks it.
+
+    Args:
+        report: the scheduler's report about the answer; its trajectory is changed, if it has one.
+        completion: the answer.
+        length: tokens of the answer.
+    """
+    if "trajectory" in report and isinstance(completion.stop_reason, str):
+        report["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}

@@ -13,9 +13,9 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import TaskScope
 from vllm.diffusion.api.likelihood.prompt_scores import ScoreClient, ScoreQuery
 from vllm.diffusion.api.report import reports_by_choice
+from vllm.diffusion.api.streams import TaskScope
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.logprobs import Logprob

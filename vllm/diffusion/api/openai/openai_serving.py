@@ -13,8 +13,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, wait_for_first
-from vllm.diffusion.api.events import DONE, StreamMerger, event
+from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut
 from vllm.diffusion.api.handlers import rebuild_as
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
@@ -27,6 +26,7 @@ from vllm.diffusion.api.report import (
     reports_by_choice,
     timeout_in,
 )
+from vllm.diffusion.api.streams import DONE, StreamMerger, event, wait_for_first
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, unpacked

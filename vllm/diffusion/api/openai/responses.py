@@ -13,12 +13,12 @@ from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
 from vllm.diffusion.api.bodies import check_chosen_tool, refuse_canvas
-from vllm.diffusion.api.choices import wait_for_first
 from vllm.diffusion.api.conversations import read_items
 from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
 from vllm.diffusion.api.openai.tool_calls import CallParser, offered
 from vllm.diffusion.api.schema import with_diffusion_fields
+from vllm.diffusion.api.streams import wait_for_first
 from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError

@@ -18,7 +18,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from vllm.diffusion.api.events import DONE, event
+from vllm.diffusion.api.streams import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall, ToolCall
