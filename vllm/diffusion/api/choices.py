@@ -41,12 +41,7 @@ class RequestTimedOut(GracefulHTTPError):
 
 
 class ChoicesClient:
-    """Wrapper of upstream's engine client that replaces `generate`.
-
-    Args:
-        engine: upstream's client.
-        validator: decides the parameters of requests to this engine.
-    """
+    """Wrapper of upstream's engine client that replaces `generate`."""
 
     def __init__(self, engine: EngineClient, validator: Validator) -> None:
         self._engine = engine
@@ -91,8 +86,7 @@ class ChoicesClient:
 async def stream_outputs(
     engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the engine's outputs of a request, and count the request as aborted if it is
-    cancelled.
+    """Yield the engine's outputs of a request; count the request as aborted if it is cancelled.
 
     The engine cannot count aborts, because it also receives one whenever a stop string has ended
     an answer.
@@ -128,11 +122,7 @@ async def stream_outputs(
 async def _in_time(
     outputs: AsyncIterator[RequestOutput], timeout_s: float | None
 ) -> AsyncIterator[RequestOutput]:
-    """Yield outputs; raise if the engine has not ended the request `GRACE_S` after its timeout.
-
-    Raises:
-        RequestTimedOut: the engine is stuck: `GRACE_S` have passed since the timeout.
-    """
+    """Yield outputs; raise `RequestTimedOut` if the request runs `GRACE_S` beyond its timeout."""
     if timeout_s is None:
         async for output in outputs:
             yield output

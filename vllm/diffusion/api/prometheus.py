@@ -91,7 +91,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                     self._of(metric, engine_idx).observe(float(value))
 
     def runs_on(self, build_info: Mapping[str, str]) -> None:
-        """Export the build info of the engine."""
+        """Export the build info of the engine, by label."""
         values = {"model_name": self._model_name, **build_info}
         _collector(BUILD_INFO).labels(*(values[name] for name in BUILD_INFO.labels)).set(1)
 
@@ -123,12 +123,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
 
 
 def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
-    """Make the engine's client record our metrics too, unless statistics are disabled.
-
-    Args:
-        engine: the client.
-        build_info: build info of the engine, by label.
-    """
+    """Make the engine's client record our metrics too, unless statistics are disabled."""
     manager = getattr(engine, "logger_manager", None)
     _installed.clear()
     if manager is not None:

@@ -101,7 +101,6 @@ class StreamMerger:
         """Store the report and the canvas of an output.
 
         Args:
-            output: an output of the engine.
             first_choice: number of the choice that the output's choice 0 belongs to.
 
         Returns:

@@ -215,10 +215,7 @@ def kernel_calls(
 ) -> Iterator[Callable[[], object]]:
     """Yield joint choices, each of which compiles kernels that the others do not.
 
-    Args:
-        vocab_size: columns of whole rows of logits.
-        dtype: dtype of the logits; edited logits are fp32.
-        device: device of the logits.
+    Logits have `dtype`, and edited logits are fp32.
     """
     for temperature in (0.0, 1.0):
         for kind, edges in ((dtype, _EDGES), (torch.float32, _EDGES[:1])):
@@ -228,12 +225,7 @@ def kernel_calls(
 
 
 def _any_tokens(vocab_size: int, num_edges: int) -> Language:
-    """Return the language of all strings, which the last token ends.
-
-    Args:
-        vocab_size: number of tokens.
-        num_edges: edges of every state, most of which are unused.
-    """
+    """Return the language of all strings, which the last token ends; most edges are unused."""
     of_token = np.zeros(vocab_size, dtype=np.int16)
     of_token[-1] = 1
     edges = np.full((2, num_edges), 2, dtype=np.int32)

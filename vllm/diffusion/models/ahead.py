@@ -45,10 +45,6 @@ def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
     """Compile the Triton kernels of all steps, by calling them.
 
     A failure is only logged; the step that needs the kernel reports it.
-
-    Args:
-        model: the loaded model, on a GPU.
-        device: GPU to compile for.
     """
     calls = list(kernel_calls(model, device))
     if not calls:

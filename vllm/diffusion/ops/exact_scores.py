@@ -78,9 +78,7 @@ def without_columns(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Ten
 
 
 def whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and the sum of exp [R, 1] over all ranks' columns, from this rank's [R,
-    C].
-    """
+    """Return maximum and sum of exp [R, 1] over all ranks' columns, from this rank's [R, C]."""
     top = kept.amax(dim=-1, keepdim=True)
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
     tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)

@@ -101,11 +101,7 @@ _FLAGS = {
 
 
 def check() -> None:
-    """Exit with one line if this program is a server that cannot start; must run before imports.
-
-    Raises:
-        SystemExit: with the line.
-    """
+    """Exit with one line if this program is a server that cannot start; must run before imports."""
     words = server_arguments()
     if words is None or _ONLY_TOLD.intersection(word.partition("=")[0] for word in words):
         return

@@ -92,9 +92,7 @@ class EchoClient:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer's outputs, or one output without an answer, each with the prompt's
-        scores.
-        """
+        """Yield the answer's outputs, or one output without an answer, with the prompt's scores."""
         own_id = f"{request_id}-echo"
         async with TaskScope() as tasks:
             scoring = tasks.start(self._score_client.run(queries, own_id, self._terms, **options))

@@ -59,12 +59,7 @@ def replace_handler(upstreams: Any, kind: type[Handler], validator: Validator) -
 
 
 class Diffusion:
-    """Base class of the handlers of OpenAI routes.
-
-    Attributes:
-        token_texts: token texts of the server's tokenizer.
-        validator: validator of the engine.
-    """
+    """Base class of the handlers of OpenAI routes."""
 
     token_texts: TokenTexts
     validator: Validator
@@ -92,11 +87,7 @@ class Diffusion:
         await self.validator.compile(spec)
 
     def refuse_template(self, request: Any) -> None:
-        """Refuse a chat template in the request unless the server trusts such templates.
-
-        Raises:
-            InvalidParameterError: naming `chat_template`.
-        """
+        """Refuse a chat template in the request unless the server trusts such templates."""
         given = getattr(request, "chat_template", None)
         if given is not None and not self.online_renderer.trust_request_chat_template:
             wanted = "wanted none, or a server with --trust-request-chat-template"

@@ -141,11 +141,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
 
 
 def _requested_tools(request: Any) -> Tools | None:
-    """Return the tools that the answer may call, and list tools that are not functions as ignored.
-
-    Raises:
-        InvalidParameterError: naming the error in the tools or in the choice.
-    """
+    """Return the tools that the answer may call; list tools that are not functions as ignored."""
     listed = construct_tool_dicts(request.tools, request.tool_choice) or []
     functions = [(tool["function"]["name"], tool["function"]["parameters"]) for tool in listed]
     others = [

@@ -61,9 +61,6 @@ def offered(
         functions: name and parameter schema of each function.
         chosen: the field that names the only allowed function, and its name; None allows all.
         may_answer: whether the answer may be text instead.
-
-    Raises:
-        InvalidParameterError: see `requested_tools`.
     """
     names: dict[str, Any] = {}
     for name, parameters in functions:

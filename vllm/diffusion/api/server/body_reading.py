@@ -96,22 +96,14 @@ def check(body: bytes, max_text_length: int) -> None:
 
 
 def max_text_length(engine: Any) -> int:
-    """Return the maximum number of characters of a prompt, at least `MIN_TEXT_LENGTH`.
-
-    Args:
-        engine: upstream's client.
-    """
+    """Return the maximum number of characters of a prompt, at least `MIN_TEXT_LENGTH`."""
     tokenizer, max_tokens = engine.renderer.tokenizer, engine.model_config.max_model_len
     per_token = 1 if tokenizer is None else int(tokenizer.max_chars_per_token)
     return max(MIN_TEXT_LENGTH, int(max_tokens) * per_token)
 
 
 def fault_of(cause: BaseException | None) -> InvalidParameterError | None:
-    """Return the error of a body that a route could not parse, or None if it is unknown.
-
-    Args:
-        cause: the exception of the JSON parser.
-    """
+    """Return the error of a body from the JSON parser's exception, or None if it is unknown."""
     given: Any
     if isinstance(cause, RecursionError):
         given, wanted = "JSON that is nested too deeply", "wanted less depth, a few hundred levels"

@@ -130,11 +130,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse values that upstream would accept now and later fail on or ignore.
-
-    Raises:
-        ServerConfigError: naming the argument, the given and the expected value.
-    """
+    """Refuse values that upstream would accept now and later fail on or ignore."""
     for name in args.middleware or []:
         try:
             resolve_obj_by_qualname(name)
