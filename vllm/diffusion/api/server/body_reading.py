@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # A surrogate as a JSON escape, or as bytes that Python's JSON parser accepts. Most escapes are
 # valid pairs, so a match only means that the parsed body must be checked.
-_MARKS = (b"\\ud", b"\\uD", b"\xed")
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 # Every server accepts texts of this many characters, because `/tokenize` also counts texts that
 # are longer than a prompt.
