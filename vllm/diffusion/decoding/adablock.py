@@ -33,6 +33,10 @@ class AdaBlock(Threshold):
         self._end: int | None = None  # end of the block; None until its length is chosen
         self.block_bounds = ()
 
+    def grow(self, params: DiffusionParams) -> None:
+        super().grow(params)
+        self._window = int(WINDOW * params.gen_length)
+
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id
         if self._end is not None and not masked[self._start : self._end].any():

@@ -141,6 +141,14 @@ class DecodingRule(ABC):
         """
         return copy.copy(self)
 
+    def grow(self, params: DiffusionParams) -> None:
+        """Continue on a longer canvas; `params` are the parameters with its length.
+
+        Called when the canvas is full. Only for rules that fill blocks from left to right.
+        """
+        self.params = params
+        self._takes_all = self.forbid_mask = False
+
     @abstractmethod
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         """Return the target of the next forward; None if the rule has ended.

@@ -72,6 +72,7 @@ class StepResult:
         scores: result of a likelihood request.
         num_kept: number of positions, from 0, whose keys and values are cached; the next forward
             begins after them.
+        is_full: whether the canvas must grow before the answer can continue.
         is_closed: whether the answer fills its positions with a whole string of its language that
             no text could continue.
         trajectory: history of the answer, for requests that ask for it, once the answer may be
@@ -90,6 +91,7 @@ class StepResult:
     canvas: CanvasView | None = None
     scores: TokenScores | None = None
     num_kept: int = 0
+    is_full: bool = False
     is_closed: bool = False
     trajectory: Trajectory | None = None
 

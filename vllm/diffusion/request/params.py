@@ -55,6 +55,9 @@ class DiffusionParams(AlgorithmParams):
         suffix_ids: tokens on the canvas directly after the longest answer.
         num_speculative_states: maximum number of states drafted for a forward pass.
         has_stop_strings: whether a stop string may end the answer after any step.
+        canvas: how the canvas gets its length: "fixed", or "grow" by `growth` positions whenever it
+            is full and the answer has not ended.
+        growth: positions by which the canvas grows, in whole blocks; 0 if it is fixed.
         fp8_attention_from: length in positions from which attention is fp8, if it is requested.
     """
 
@@ -109,6 +112,8 @@ class DiffusionParams(AlgorithmParams):
     num_speculative_states: int = 0
     has_stop_strings: bool = False
     fp8_attention_from: int = 0
+    canvas: str = "fixed"
+    growth: int = 0
 
     @property
     def kept_unit(self) -> int:
@@ -161,6 +166,19 @@ class DiffusionParams(AlgorithmParams):
     def num_open(self) -> int:
         """Number of canvas positions that are filled, which are all positions before a suffix."""
         return self.max_tokens if self.suffix_ids else self.gen_length
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether a full canvas grows if the answer has not ended."""
+        return self.growth > 0 and self.gen_length < self.max_tokens
+
+    def grown(self) -> DiffusionParams:
+        """Return the parameters with a longer canvas, and as many steps for each block."""
+        block = self.block_length
+        longest = -(-self.max_tokens // block) * block
+        length = min(self.gen_length + self.growth, longest)
+        steps = None if self.steps is None else self.steps * length // self.gen_length
+        return dataclasses.replace(self, gen_length=length, steps=steps)
 
     def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
         """Return how many of the given tokens belong to the answer, or None if the answer

@@ -91,6 +91,11 @@ class LogitEditor:
         suffix = _ids(params.suffix_ids)
         self._prompt = np.unique(np.concatenate((prompt, suffix)))
 
+    def grow(self, length: int) -> None:
+        """Continue on a sequence of `length` positions, which ends with new masks."""
+        more = length - len(self._open)
+        self._open = np.pad(self._open, (0, more), constant_values=True)
+
     def of(self, tokens: Array, positions: Array) -> RowEdits:
         """Return the changes of the rows of `positions` [R] int64, ascending, of the sequence."""
         edits = self._edits

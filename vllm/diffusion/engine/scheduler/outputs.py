@@ -70,6 +70,16 @@ def timeout(item: RequestState, message: str) -> EngineCoreOutput:
     )
 
 
+def end(item: RequestState) -> EngineCoreOutput:
+    """Create the output that ends an answer without a further token."""
+    return EngineCoreOutput(
+        request_id=item.req_id,
+        new_token_ids=[],
+        kv_transfer_params={"dllm": _report(item)},
+        **_common(item.request),
+    )
+
+
 class Outbox:
     """Outputs that clients receive with the results of the next step.
 
@@ -157,6 +167,7 @@ def _report(item: RequestState) -> dict[str, Any]:
         "denoise_ms": round(1000 * ran, 3),
         "seed": item.params.seed,
         "ignored": list(item.params.ignored),
+        **({} if item.params.canvas == "fixed" else {"canvas_lengths": item.canvas_lengths}),
         **(item.largest.report() if item.largest is not None else {}),
     }
 

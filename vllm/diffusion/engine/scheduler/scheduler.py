@@ -162,7 +162,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         for item in items:
             if item.req_id not in self._running:
                 self._waiting.remove(item)
-                item.leave()
+                self._leave(item)
             self._end(item.request, finished_status)
         return [item.request for item in items]
 
@@ -170,11 +170,16 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         request.status = status
         item = self._running.pop(request.request_id, None)
         if item is not None:
-            item.leave()
-            self._finished_req_ids.add(request.request_id)
+            self._leave(item)
+        self._outbox.note_end(request)
+
+    def _leave(self, item: RequestState) -> None:
+        """Report the end of a request to its gates and, if it has started, to the workers."""
+        item.leave()
+        if item.started:
+            self._finished_req_ids.add(item.req_id)
             if self._observer is not None:
                 self._observer.ended(item)
-        self._outbox.note_end(request)
 
     # ---- one step ----
 
@@ -184,8 +189,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         launched = set().union(*self._launched)
         if self.paging is not None:
             self.paging.provide(self._running.values(), launched)
-        is_unpaused = self._pause_state == PauseState.UNPAUSED
-        admitted = self._start_waiting() if is_unpaused and len(self._waiting) else []
+        is_paused = self._pause_state == PauseState.PAUSED_ALL
+        admitted = self._start_waiting() if len(self._waiting) and not is_paused else []
         division = self._divide(launched)
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
@@ -216,18 +221,25 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             return policy is not None and policy.is_long(item, item.demand.steady_rows, admission)
 
         admitted = []
-        for item, error in self._waiting.admit(self._running.values(), admission, is_long):
+        are_new_paused, running = self._pause_state == PauseState.PAUSED_NEW, self._running.values()
+        for item, error in self._waiting.admit(
+            running, admission, is_long, are_new_paused=are_new_paused
+        ):
             if error is not None:
-                item.leave()
-                self._refuse(item.request, str(error), reason="memory")
+                self._leave(item)
+                if item.started:  # the answer ends with its present canvas
+                    self._end(item.request, RequestStatus.FINISHED_LENGTH_CAPPED)
+                    self._outbox.put(item.request, outputs.end(item))
+                else:
+                    self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
             item.labels = self.labels
+            if self._observer is not None and not item.started:
+                self._observer.started(item.request)
             admitted.append(item.start())
             if policy is not None:
                 policy.started(item, admission)
-            if self._observer is not None:
-                self._observer.started(item.request)
         return admitted
 
     def _divide(self, launched: set[str]) -> StepDivision:
@@ -321,6 +333,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         new_token_ids = item.advance(result, usage)
         if request.is_finished():
             self._end(request, request.status)
+        elif result.is_full:
+            del self._running[item.req_id]
+            item.grow()
+            self._waiting.put_first(item)
         elif not new_token_ids and result.canvas is None:
             return []
         return outputs.progress(item, new_token_ids, result)

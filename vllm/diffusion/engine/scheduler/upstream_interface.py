@@ -68,6 +68,8 @@ class CanvasSchedulerInterface(SchedulerInterface):
             return count + len(self._launched_step(self._running))
         if self._pause_state == PauseState.UNPAUSED:
             count += len(self._waiting)
+        else:
+            count += sum(item.started > 0 for item in self._waiting.requests)
         return count + len(self._running)
 
     def has_finished_requests(self) -> bool:

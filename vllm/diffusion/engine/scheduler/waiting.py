@@ -11,7 +11,7 @@ small requests cannot block a large one forever.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import insort, insort_left
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,11 @@ class WaitingLine:
         if item.gates:
             self._gated[item] = None
 
+    def put_first(self, item: RequestState) -> None:
+        """Add a request that has run before, ahead of all others of its priority."""
+        insort_left(self.requests, item, key=lambda other: other.priority)
+        self._by_id.setdefault(item.req_id, []).append(item)
+
     def remove(self, item: RequestState) -> None:
         self._left.add(item)
         self._forget(item)
@@ -81,6 +86,8 @@ class WaitingLine:
         running: Collection[RequestState],
         admission: Admission,
         is_long: Callable[[RequestState], bool] = lambda _: False,
+        *,
+        are_new_paused: bool = False,
     ) -> Iterator[tuple[RequestState, ActivationBudgetError | None]]:
         """Remove and yield requests that start now and, with the error, requests that never can.
 
@@ -90,6 +97,7 @@ class WaitingLine:
             running: the running requests; the caller adds each started request before it continues.
             admission: decides what fits.
             is_long: whether all steps of a request run in slices, so that it shares no step.
+            are_new_paused: whether only requests that have run before may start.
         """
         for item in self._with_reason:
             item.waits_for = "order"
@@ -105,6 +113,9 @@ class WaitingLine:
             if skipped and skipped[0].num_overtaken >= MAX_OVERTAKEN:
                 return
             item, error = self.requests[len(stay)], None
+            if are_new_paused and not item.started:
+                stay[item] = None
+                continue
             reasons = (gate.waits_for(item) for gate in item.gates)
             reason: WaitsFor | None = next(filter(None, reasons), None)
             if reason is None:

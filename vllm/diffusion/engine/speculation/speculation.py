@@ -287,7 +287,7 @@ class Speculation(StepGuest):
         probes, self._probes = self._probes, []
         for step in probes:
             canvas = step.canvas
-            if self._canvases.get(canvas.req_id) is not canvas or canvas.is_complete:
+            if self._canvases.get(canvas.req_id) is not canvas or not canvas.has_next:
                 continue
             if canvas.num_steps == step.num_steps:
                 self._probes.append(step)  # still in flight
@@ -382,7 +382,7 @@ def _accept(
     """
     accepted = list[int]()
     canvas.num_drafts += len(drafts)
-    while drafts and not canvas.is_complete:
+    while drafts and canvas.has_next:
         target = canvas.begin()
         reached = (index for index, draft in drafts.items() if draft.is_reached(target))
         item_index = next(reached, None)

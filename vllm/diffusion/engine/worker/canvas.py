@@ -75,13 +75,15 @@ class Canvas:
         num_drafts: drafts that were evaluated.
         num_extra_draws: extra draws of tokens that the next drafts need.
         is_complete: whether the whole answer is final.
+        is_full: whether all positions are final and the canvas must grow before the answer can
+            continue.
     """
 
     def __init__(
         self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
     ) -> None:
         self.req_id, self.params = new.req_id, new.params
-        visibility = visibility.with_blocks_of(new.params.block_length)
+        visibility = self._visibility = visibility.with_blocks_of(new.params.block_length)
         self.prompt_length = len(new.prompt_token_ids)
         self.length = num_positions(visibility, self.prompt_length, self.params.gen_length)
         self.tokens = self._masked_sequence(new.prompt_token_ids, self.params)
@@ -111,7 +113,7 @@ class Canvas:
         self._rule_has_ended = False  # whether the rule has no masks left to fill
         self.num_steps = self.num_accepted_drafts = self.num_drafts = 0
         self.num_extra_draws = 0
-        self.is_complete = False
+        self.is_complete = self.is_full = False
 
     def _masked_sequence(self, prompt: list[int], params: DiffusionParams) -> Array:
         """Build prompt and masked canvas; a suffix comes right after the longest answer."""
@@ -122,6 +124,25 @@ class Canvas:
             tokens[start:] = params.eos_id
             tokens[start : start + len(params.suffix_ids)] = params.suffix_ids
         return tokens
+
+    def grow(self, params: DiffusionParams) -> None:
+        """Append masks to a full canvas: `params` are the parameters with its new length.
+
+        The next forward computes the whole sequence, and the request needs new pages.
+        """
+        more = params.gen_length - self.params.gen_length
+        self.params, self.length = params, self.length + more
+        self.tokens = np.pad(self.tokens, (0, more), constant_values=params.mask_id)
+        self._known = np.pad(self._known, (0, more))
+        self._canvas = self.tokens[self.prompt_length :]
+        self.window = ForwardWindow(params, self._visibility, self.prompt_length, self.length)
+        self.rule.grow(params)
+        if self._editor is not None:
+            self._editor.grow(self.length)
+        for guest in self._guests:
+            guest.grow(params, self.tokens)
+        self._settled_threshold, self._num_committed, self._target = 0, None, None
+        self.is_full = self._rule_has_ended = False
 
     def token_ids(self, positions: Array) -> Array | None:
         """Return the tokens [R, k] whose log probabilities are needed at canvas positions [R]."""
@@ -186,6 +207,11 @@ class Canvas:
     def num_forwards(self) -> int:
         """Number of forwards so far; one forward may serve several steps."""
         return self.num_steps - self.num_accepted_drafts
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the request has a next forward on its present canvas."""
+        return not (self.is_complete or self.is_full)
 
     @property
     def has_made_one_forward(self) -> bool:
@@ -303,6 +329,11 @@ class Canvas:
             final = self._canvas[start : self._num_final].tolist()
             self._end_answer(final, start)
             self._unreported += final
+            self.is_full = (
+                not self.is_complete
+                and self.params.can_grow
+                and self._num_final == self._canvas.size
+            )
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._settled_threshold = min(self.window.least_committed, following)
@@ -330,7 +361,7 @@ class Canvas:
         """Make the next forward compute all positions; committed tokens stay."""
         self.window.invalidate()
         self._settled_threshold = 0
-        if not self.keeps_approximately or self.params.cache == "frozen" or self.is_complete:
+        if not self.keeps_approximately or self.params.cache == "frozen" or not self.has_next:
             return
         # If the rule fails here, the launch of the forward reports its error.
         with suppress(Exception):
@@ -389,7 +420,8 @@ class Canvas:
             num_forwards=self.num_forwards,
             num_drafts=self.num_drafts,
             num_committed=num_committed,
-            next_rows=0 if self.is_complete else self.count_next_rows(),
+            next_rows=self.count_next_rows() if self.has_next else 0,
+            is_full=self.is_full,
             infilled=self._infilled() if self._prompt_holes.size else {},
             scores=self.rule.scores,
             num_kept=self.window.num_kept,

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import BatchedCommit, Candidates, Commit, ForwardTarget
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
+    from vllm.diffusion.request.params import DiffusionParams
 
 
 class CanvasGuest:
@@ -24,6 +25,9 @@ class CanvasGuest:
 
     def begin(self, tokens: Array) -> None:
         """Read, and perhaps change, the sequence [T] before the first forward."""
+
+    def grow(self, params: DiffusionParams, tokens: Array) -> None:
+        """Continue on a longer canvas: the sequence [T] ends with new masks."""
 
     def joints(
         self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int

@@ -84,7 +84,8 @@ class Constraint(CanvasGuest):
         self._params, self._prompt_length = params, prompt_length
         self._language = _language(params.guide.language)
         holes = gaps(tokens[:prompt_length], params.mask_id)
-        limit = min(params.max_tokens, params.gen_length)
+        # The string may also use positions by which the canvas still grows.
+        limit = params.max_tokens if params.can_grow else min(params.max_tokens, params.gen_length)
         canvas = _Stretch(range(prompt_length, prompt_length + params.num_open), limit)
         self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
 
@@ -98,6 +99,10 @@ class Constraint(CanvasGuest):
                 if self._language.room[state] > stretch.limit - index - 1:
                     break
                 tokens[stretch.rows.start + index] = token
+
+    def grow(self, params: DiffusionParams, tokens: Array) -> None:
+        self._params, canvas = params, self._stretches[-1]
+        canvas.rows = range(canvas.rows.start, canvas.rows.start + params.num_open)
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
         """Report whether the answer is a whole string that no text could continue."""

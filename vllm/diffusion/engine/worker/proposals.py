@@ -32,21 +32,33 @@ class Proposals(CanvasGuest):
     """
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
-        self._prompt_length = prompt_length
-        self._canvas = slice(prompt_length, prompt_length + params.gen_length)
-        self._params = params
+        self._prompt_length, self._params = prompt_length, params
         self._view: CanvasView | None = None
         self._num_top = params.num_logprobs or 0
         self._mask_id = params.mask_id
         # The proposed token, then the most likely tokens.
-        shape = (params.gen_length, 1 + self._num_top)
-        self._tokens = np.full(shape, params.mask_id, dtype=np.int32)
-        self._logprobs = np.full(shape, np.nan, dtype=np.float32)
-        self._ranks = np.ones(params.gen_length, dtype=np.int32)
-        self._drafted = np.zeros(params.gen_length, dtype=np.bool_)
+        self._tokens = np.empty((0, 1 + self._num_top), dtype=np.int32)
+        self._logprobs = np.empty((0, 1 + self._num_top), dtype=np.float32)
+        self._ranks = np.empty(0, dtype=np.int32)
+        self._drafted = np.empty(0, dtype=np.bool_)
+        self._lengthen(params.gen_length)
         # Whether the next commit is a draft's. The first commit after `look` belongs to the forward
         # itself.
         self._is_draft = False
+
+    def _lengthen(self, length: int) -> None:
+        """Add canvas positions, of which nothing is known, up to `length` positions."""
+        more = length - len(self._ranks)
+        rows = ((0, more), (0, 0))
+        self._tokens = np.pad(self._tokens, rows, constant_values=self._mask_id)
+        self._logprobs = np.pad(self._logprobs, rows, constant_values=np.nan)
+        self._ranks = np.pad(self._ranks, (0, more), constant_values=1)
+        self._drafted = np.pad(self._drafted, (0, more))
+        self._canvas = slice(self._prompt_length, self._prompt_length + length)
+
+    def grow(self, params: DiffusionParams, tokens: NDArray[np.int64]) -> None:
+        self._params = params
+        self._lengthen(params.gen_length)
 
     def begin(self, tokens: NDArray[np.int64]) -> None:
         """Record the tokens on the canvas before the first forward as certain."""

@@ -36,7 +36,7 @@ def next_behind(
     sizes = {
         req_id: canvas.measure_next_forward()
         for req_id, canvas in canvases.items()
-        if req_id not in apart and not canvas.is_complete
+        if req_id not in apart and canvas.has_next
     }
     step = step_behind(in_flight, sizes, runner.planner.row_budget, limits)
     return step if step and runner.runs_whole(sum(step.values())) else {}

@@ -218,11 +218,15 @@ class DiffusionModelRunner:
     # ---- requests ----
 
     def start(self, new: NewCanvas) -> None:
-        """Start a request.
+        """Start a request, or continue a request on a longer canvas.
 
         Raises one of `OUT_OF_MEMORY` if there is no memory for its cached keys and values.
         """
-        canvas = Canvas(new, visibility=self.model.family.visibility)
+        canvas = self.canvases.get(new.req_id)
+        if canvas is None:
+            canvas = Canvas(new, visibility=self.model.family.visibility)
+        else:
+            canvas.grow(new.params)
         length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""
         # `holds` is false for "", that is, without an owner. If an owner has no pages, its request
         # has failed, and this request allocates its own.
@@ -278,6 +282,13 @@ class DiffusionModelRunner:
             canvas.assign(cache, new.num_kept)
         if new_pages:
             self.pages.update_table()
+
+    def release_pages(self, req_id: str) -> None:
+        """Release the pages of a request that waits until it can start again."""
+        for guest in self.guests:
+            guest.pages_changed(req_id, are_replaced=True)
+        self.pages.release(req_id)
+        self._packing = None
 
     def remove(self, req_id: str) -> None:
         for guest in self.guests:

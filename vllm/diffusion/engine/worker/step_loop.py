@@ -341,7 +341,10 @@ class StepLoop:
     def _result(self, req_id: str, error: Exception | None) -> StepResult:
         if error is None:
             try:
-                return self._runner.canvases[req_id].report()
+                result = self._runner.canvases[req_id].report()
+                if result.is_full:
+                    self._runner.release_pages(req_id)
+                return result
             except Exception as failure:
                 logger.exception("the result of request %s could not be reported", req_id)
                 error = failure

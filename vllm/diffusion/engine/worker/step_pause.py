@@ -85,7 +85,7 @@ class StepPause:
             return replace(output, launched=launched, epoch=message.epoch)
         if not self._is_known(message):
             canvases = self._runner.canvases.items()
-            output.invalidated |= {r: c.count_next_rows() for r, c in canvases if not c.is_complete}
+            output.invalidated |= {r: c.count_next_rows() for r, c in canvases if c.has_next}
         return output
 
     def _is_known(self, message: DiffusionSchedulerOutput) -> bool:
@@ -106,7 +106,8 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
     for req_id, canvas in runner.canvases.items():
         window = canvas.window
         try:
-            if window.reads_prompt or (window.cache is None and canvas.keeps_approximately):
+            has_none = window.cache is None and canvas.keeps_approximately and canvas.has_next
+            if window.reads_prompt or has_none:
                 layers = runner.caches.host_layers
                 window.cache = runner.pages.allocate(req_id, window.num_places, layers)
         except OUT_OF_MEMORY as error:
