@@ -28,7 +28,7 @@ from tests.params.support import (
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.algorithms import ALGORITHMS, PARAMETERS
+from vllm.diffusion.request.algorithms import ALGORITHMS, CACHES
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.request.params import DiffusionParams
@@ -383,7 +383,7 @@ def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
         for name in record.parameters:
             default = fields.BY_NAME[name].default_for(algorithm, is_shifted=is_shifted)
             assert getattr(decided, name) == (() if name == "delimiter_ids" else default)
-    for cache in fields.CACHES:
+    for cache in CACHES:
         if cache in record.caches:
             assert resolve(algorithm=algorithm, cache=cache).cache == cache
             continue
@@ -532,7 +532,7 @@ def test_defaults_without_any_field() -> None:
     assert not (decided.logits_eos_inf or decided.confidence_eos_eot_inf or decided.ignore_eos)
     assert not (decided.allow_infill or decided.force_single_batch or decided.stream_canvas)
     assert (decided.min_p, decided.top_p, decided.top_k) == (0.0, None, None)
-    for spec in PARAMETERS:
+    for spec in fields.PARAMETERS:
         default = spec.default_for("semi_ar", is_shifted=False)
         assert getattr(decided, spec.name) == (() if spec.name == "delimiter_ids" else default)
 
