@@ -5,15 +5,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from pydantic import BaseModel
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from tests.programs import ROOT
-from vllm.diffusion.api.bodies import WITHOUT_EFFECT
 from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody, CompletionBody, prepare
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.decision import UNSUPPORTED
 from vllm.diffusion.request.fields import SPELLINGS
+from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -129,5 +137,24 @@ def test_bodies_type_and_describe_every_parameter() -> None:
 
 def test_what_is_refused_or_has_no_effect_is_documented() -> None:
     text = (ROOT / "docs" / "openai_deviations.md").read_text()
-    names = [*WITHOUT_EFFECT, *UNSUPPORTED]
+    names = [name for name, field in UPSTREAM_FIELDS.items() if field.effect != "acts"]
     assert not [name for name in names if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(ChatCompletionRequest, BatchChatCompletionRequest, CompletionRequest, ResponsesRequest),
+        *(AnthropicMessagesRequest, AnthropicCountTokensRequest),
+    ],
+)
+def test_every_field_of_upstreams_bodies_has_an_effect(body: type[BaseModel]) -> None:
+    """A field that a new version of upstream adds belongs in the table."""
+    assert body.model_fields.keys() <= SPELLINGS.keys() | UPSTREAM_FIELDS.keys()
+
+
+def test_fields_are_replaced_by_fields_that_act() -> None:
+    known = SPELLINGS.keys() | UPSTREAM_FIELDS.keys()
+    for field in UPSTREAM_FIELDS.values():
+        assert field.name not in SPELLINGS
+        assert field.replaced_by is None or field.replaced_by.partition(".")[0] in known

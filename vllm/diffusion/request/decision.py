@@ -40,6 +40,7 @@ from vllm.diffusion.request.likelihood import (
 )
 from vllm.diffusion.request.params import NO_FILTERS, SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
+from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 
 if TYPE_CHECKING:
@@ -60,14 +61,6 @@ RESERVED_EXTRA_ARGS = frozenset({"kv_cache_report_mode"})
 MAX_LOGPROB_TOKEN_IDS = 128  # upstream's limit of `logprob_token_ids`
 
 IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our routes ignore
-
-# Fields of upstream's SamplingParams that change an answer and are not supported: the values
-# without effect, and the text of the refusal.
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_logprobs": ((None,), "wanted none: prompt tokens are given, not predicted"),
-    "repetition_detection": ((None,), "wanted none: not supported"),
-    "watermarking": ((None, False), "wanted false: not supported"),
-}
 
 # Standard fields that are ignored, instead of refused, if the algorithm or the model does not use
 # them; in the order in which a report lists them.
@@ -140,7 +133,8 @@ def request_values_of(sampling: Any) -> dict[str, Any]:
         InvalidParameterError: a key is unknown, spellings contradict each other, or a field of
             `SamplingParams` is not supported.
     """
-    refuse_unsupported({name: getattr(sampling, name, None) for name in UNSUPPORTED})
+    names = [name for name, field in UPSTREAM_FIELDS.items() if field.in_sampling]
+    refuse_unsupported({name: getattr(sampling, name, None) for name in names})
     extra = {k: v for k, v in (sampling.extra_args or {}).items() if k not in RESERVED_EXTRA_ARGS}
     ignored = _ignored_elsewhere(extra.pop(IGNORED, []))
     spec = requested_format(sampling)
@@ -188,17 +182,6 @@ def requested_format(sampling: Any) -> Spec | None:
 def _structured_outputs(sampling: Any) -> dict[str, Any] | None:
     given = getattr(sampling, STRUCTURED, None)
     return None if given is None else dict(vars(given))
-
-
-def refuse_unsupported(given: Mapping[str, Any]) -> None:
-    """Refuse fields that are not supported.
-
-    Raises:
-        InvalidParameterError: naming the first unsupported field.
-    """
-    for name, (neutral, wanted) in UNSUPPORTED.items():
-        if given.get(name) not in (None, *neutral):
-            raise InvalidParameterError(name, given[name], wanted)
 
 
 def _ignored_elsewhere(given: Any) -> list[str]:
