@@ -18,7 +18,13 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from tests.programs import ROOT
-from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody, CompletionBody, prepare
+from vllm.diffusion.api.openai.openai_protocol import (
+    ChatCompletionBody,
+    CompletionBody,
+    extra_args,
+    prepare,
+)
+from vllm.diffusion.api.openai.responses import ResponsesBody
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.fields import SPELLINGS
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS
@@ -158,3 +164,14 @@ def test_fields_are_replaced_by_fields_that_act() -> None:
     for field in UPSTREAM_FIELDS.values():
         assert field.name not in SPELLINGS
         assert field.replaced_by is None or field.replaced_by.partition(".")[0] in known
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_tokens", 3), ("bad_words", ["a"]), ("allowed_token_ids", [4, 5])]
+)
+def test_a_parameter_that_upstreams_body_lacks_is_passed_on(name: str, value: Any) -> None:
+    """Upstream's body of /v1/responses declares fewer parameters than that of completions."""
+    body = ResponsesBody(input="hello", **{name: value})
+    actual = extra_args(body, "")[name]
+    assert (actual if isinstance(value, int) else list(actual)) == value
+    assert name not in extra_args(CompletionBody(prompt="hello", **{name: value}), "")

@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.tokenizers import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ _DEFAULT_MAX_TOKENS = 16  # default of OpenAI's completions
 # seeds have 63 bits; ours, which answers report, have 64. Upstream drops `top_p` and `top_k` at
 # temperature 0, where they have an effect in some families.
 OURS = frozenset({"seed", "top_p", "top_k"})
-_UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - OURS
 
 
 class _CompletionBase(CompletionRequest):
@@ -198,7 +198,8 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
             raise InvalidParameterError(
                 name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
             )
-    extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
+    upstreams = _upstreams_parameters(type(request)) - {"max_tokens"}
+    extra |= {name: value for name, value in given.items() if name not in upstreams}
     # Upstream handles the seed, and answer i uses seed + i.
     if "seed" in extra:
         request.seed = extra.pop("seed") % 2**SEED_BITS
@@ -208,6 +209,12 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
     unread = [f"chat_template_kwargs.{name}" for name in variables if name not in template]
     extra[IGNORED] = [*ignored, *unread, *elsewhere]
     return extra
+
+
+def _upstreams_parameters(body: type[BaseModel]) -> frozenset[str]:
+    """Return the parameters that upstream's class of a body declares and passes on."""
+    upstreams: Any = next(base for base in body.__mro__ if OpenAIBaseModel in base.__bases__)
+    return frozenset(SPELLINGS.keys() & upstreams.model_fields.keys()) - OURS
 
 
 def _controls_thinking(name: str) -> bool:
