@@ -58,7 +58,7 @@ from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.quality_speed import checkpoint, read_facts
 from benchmarks.shapes import Shape
-from vllm.diffusion.decoding.drafting import Drafter, DraftState
+from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.request.families import family_of
 

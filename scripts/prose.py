@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that documents, docstrings and comments are written in plain English.
 
-    scripts/prose.py            all documents and the Python sources outside tests
+    scripts/prose.py            all documents and Python sources
     scripts/prose.py FILE...    these files
 
 Prints `file:line: "words": advice` for each finding; then the exit status is 1. Code blocks, inline
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm", "vllm_add_llada", "flash_sample", "gather_gemm", "vmm_allocator")
 CHECKED = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md"),
-    *(f"{folder}/**/*.py" for folder in (*PACKAGES, "scripts", "benchmarks")),
+    *(f"{folder}/**/*.py" for folder in (*PACKAGES, "scripts", "benchmarks", "tests")),
 )
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MAX_WORDS = 40  # words of a sentence in a document

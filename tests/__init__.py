@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests; not only pytest imports them, and they import what lies in scripts."""
+"""Tests. The package puts the folder scripts on the import path, also for other programs."""
 
 import sys
 from pathlib import Path

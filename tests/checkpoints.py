@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints in the released formats, written to a folder of a test.
 
-Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar"),
-SDAR with experts ("sdar_moe"), LLaDA2 ("llada2"), Fast-dLLM v2 ("fast_dllm") and DiffuLLaMA
-("diffullama").
+Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar"), SDAR with experts
+("sdar_moe"), LLaDA2 ("llada2"), Fast-dLLM v2 ("fast_dllm") and DiffuLLaMA ("diffullama").
 
-The weights are scaled up, norm gains too: with a plain initialisation the softmax is nearly
-uniform, every confidence ties and no decoding rule can be told from another.
+Weights and norm gains are scaled up. With a plain initialisation the softmax would be nearly
+uniform, so that all confidences tie and all decoding rules give the same tokens.
 """
 
 import json
@@ -35,7 +34,7 @@ MASK_ID = 251
 
 
 def special_tokens(bos: str, start: str, end: str, eot: str, mask: str) -> dict[str, int]:
-    """What the families call the tokens with the last ids."""
+    """Return the family's names of the tokens with the last ids."""
     names = ("<|unknown|>", bos, start, end, eot, "<|endoftext|>", mask)
     return dict(zip(names, range(UNKNOWN_ID, MASK_ID + 1), strict=True))
 
@@ -64,10 +63,10 @@ NEMOTRON_SPECIAL_TOKENS = {
         "<think>", "<|im_start|>", "</think>", "<s>", "<SPECIAL_100>"
     ).items()
 }
-THINK_IDS = (BOS_ID, END_HEADER_ID)  # in families that have them
+THINK_IDS = (BOS_ID, END_HEADER_ID)  # in families with thinking tokens
 # Ids 252..255 have logit columns but no token, as the last columns of the released models.
 VOCAB_SIZE = 256
-DELETE_ID, SPLIT_ID = 252, 253  # where a family has them
+DELETE_ID, SPLIT_ID = 252, 253  # in families with edits
 
 CHAT_TEMPLATE = (
     "{{ '<|startoftext|>' }}"
@@ -112,7 +111,7 @@ MOE_CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TokenizerStyle:
-    """What differs between the tokenizers of the families; ids are the same in all."""
+    """The differences between the tokenizers of the families. Ids are the same in all families."""
 
     special_tokens: dict[str, int]
     bos_token: str | None
@@ -145,7 +144,7 @@ TOKENIZER_STYLES = {
         FAST_DLLM_SPECIAL_TOKENS, None, None, DREAM_CHAT_TEMPLATE, nfc=True
     ),
 }
-# eos_token_id of generation_config.json where it is not EOS_ID alone
+# eos_token_id of generation_config.json, unless it is EOS_ID alone.
 STOP_IDS = {family: [EOT_ID, EOS_ID] for family in ("sdar", "sdar_moe", "llada22", "fast_dllm")}
 
 WEIGHT_GAIN = 3.0
@@ -160,7 +159,7 @@ EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight")
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint of the parity tests: the seed of its weights and its config overrides."""
+    """A checkpoint of the parity tests: the seed of its weights, and overrides of config.json."""
 
     seed: int
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -168,7 +167,7 @@ class Case:
     fused_experts: bool = False
 
 
-# Seeds for which runs have no near-ties and predict no mask; nothing else is special about them.
+# With these seeds, runs have no near-ties and predict no mask. They have no other meaning.
 CASES: dict[str, Case] = {
     "mha": Case(seed=14),
     "gqa": Case(seed=11, overrides={"n_kv_heads": 2}),
@@ -180,7 +179,7 @@ CASES: dict[str, Case] = {
     "scaled": Case(seed=15, overrides={"input_emb_norm": True, "scale_logits": True}),
     "grouped": Case(seed=13, overrides={"n_layers": 4, "block_group_size": 2}),
     "model_dtype_rope": Case(seed=12, overrides={"rope_full_precision": False}),
-    # At some positions the likeliest token is the mask itself, for a 20-token random_prompt.
+    # At some positions of a 20-token random_prompt, the most likely token is the mask itself.
     "predicts_mask": Case(seed=11),
 }
 
@@ -193,9 +192,9 @@ FAMILY_CASES: dict[str, Case] = {
     "moe_bias": Case(seed=13, family="moe", overrides={"moe_router_enable_expert_bias": True}),
 }
 
-# Llama's configuration does not say which token is the mask.
+# The configuration of Llama does not name the mask token.
 DIFFULLAMA_CASE = Case(seed=12, family="diffullama")
-# Of block-causal families; the same is special about the seeds.
+# Cases of block-causal families, with seeds that were chosen in the same way.
 BLOCK_CASES: dict[str, Case] = {
     "sdar": Case(seed=2, family="sdar"),
     "sdar_tied": Case(seed=3, family="sdar", overrides={"tie_word_embeddings": True}),
@@ -234,7 +233,7 @@ TINY: dict[str, Any] = {
 
 
 def remote_code(suffix: str, name: str, *, is_causal: bool = True) -> dict[str, str]:
-    """auto_map of a released checkpoint, whose code lies beside its weights."""
+    """Return auto_map of a released checkpoint, whose code is stored with its weights."""
     classes = {"AutoConfig": f"configuration{suffix}.{name}Config"}
     classes["AutoModel"] = f"modeling{suffix}.{name}Model"
     return classes | (
@@ -246,12 +245,12 @@ SDAR: dict[str, Any] = {
     **TINY,
     "auto_map": remote_code("_sdar", "SDAR"),
     "fuse_cross_entropy": True,
-    "head_dim": 24,  # as released, heads x head_dim is not hidden_size
+    "head_dim": 24,  # heads x head_dim is not hidden_size, as in the release
     "max_window_layers": 3,
     "use_cache": True,
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-# Whose keys a family has, as the tiny models write them, and its own and other values.
+# For each family: the tiny model whose keys it has, and its additional and different values.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": (
         "llada",
@@ -298,7 +297,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**TINY, "auto_map": remote_code("", "Fast_dLLM_Qwen"), "bd_size": 8}
         | {"layer_types": ["full_attention"] * 3, "max_window_layers": 3, "use_cache": True},
     ),
-    "stable_diffcoder": (  # Llama's
+    "stable_diffcoder": (  # the keys are Llama's
         "dream",
         {**TINY, "architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama"}
         | {"attention_bias": False, "mlp_bias": False, "bos_token_id": BOS_ID}
@@ -323,7 +322,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "diffullama": (  # Llama's
+    "diffullama": (  # the keys are Llama's
         "dream",
         {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
         | {"attention_bias": False, "mlp_bias": False, "bos_token_id": BOS_ID}
@@ -345,10 +344,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
 
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:
-    """config.json of the tiny model of a family with the released one's keys, then the overrides.
-
-    The keys are those of the tiny models that are trained.
-    """
+    """Return config.json of a family's tiny model with the released keys, then the overrides."""
     like, own = CONFIGS[family]
     tokens = TokenIds(UNKNOWN_ID, bos=BOS_ID, eos=EOS_ID, mask=MASK_ID, eot=EOT_ID)
     config = {**load_family(like).config(tokens), **own}
@@ -362,7 +358,7 @@ llada_config, sdar_config, llada2_config = (
 )
 
 
-# In which order the random weights of a layer are drawn, by what stands in their names.
+# The order in which the random weights of a layer are drawn, by parts of their names.
 DRAWN = (
     *("input_layernorm", "attn_norm", "q_proj", "k_proj", "v_proj"),  # LLaDA-MoE: then o_proj
     "query_key_value",
@@ -373,7 +369,7 @@ DRAWN = (
 
 
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor (experts unfused) of a checkpoint of any family with its shape."""
+    """Return the shape of every tensor of a checkpoint of any family, with unfused experts."""
     shapes = reference_of(config).tensor_shapes(config)
     of_layers = [name for name in shapes if any(part.isdigit() for part in name.split("."))]
     outside = [name for name in shapes if name not in of_layers]
@@ -390,13 +386,13 @@ def checkpoint_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def random_weights(
     config: dict[str, Any], seed: int, gain: float = WEIGHT_GAIN
 ) -> dict[str, Tensor]:
-    """fp32 tensors of a checkpoint: the usual initialisation, then times `gain`.
+    """Return fp32 tensors of a checkpoint: the usual initialisation, multiplied by `gain`.
 
-    Embedding rows are Gaussian, matrices uniform in +-1/sqrt(fan in) (a tied embedding too, as it
-    is the head). Norm gains differ from channel to channel so that exchanged or forgotten norms
-    show. Queries, keys and routers keep their usual size (see KEEP_SIZE). Where the model divides
-    its logits by sqrt(D), the last norm makes up for it, so that confidences are spread as
-    elsewhere.
+    Embedding rows are Gaussian. Matrices are uniform in +-1/sqrt(fan in), and so is a tied
+    embedding, because it is the head. Norm gains differ between channels, so that exchanged or
+    forgotten norms are detected. Queries, keys and routers are not scaled up (see KEEP_SIZE). If
+    the model divides its logits by sqrt(D), the last norm compensates for that, so that confidences
+    have the usual spread.
     """
     generator = torch.Generator().manual_seed(seed)
     tied = config.get("weight_tying", config.get("tie_word_embeddings"))
@@ -417,9 +413,9 @@ def random_weights(
 
 
 def fuse_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The fused layout of an unfused LLaDA-MoE checkpoint.
+    """Return the fused layout of an unfused LLaDA-MoE checkpoint.
 
-    mlp.w1 [E, 2I, D] holds each expert's gate rows and then its up rows, mlp.w2 [E, D, I] its
+    mlp.w1 [E, 2I, D] has each expert's gate rows and then its up rows, and mlp.w2 [E, D, I] has its
     down matrix.
     """
     fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
@@ -438,7 +434,7 @@ def fuse_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor], num_shards: int = 2) -> None:
-    """Writes safetensors shards of about the same number of tensors, and their index."""
+    """Write safetensors shards with about the same number of tensors, and their index."""
     names = list(weights)
     per_shard = -(-len(names) // num_shards)
     weight_map = {}
@@ -453,7 +449,7 @@ def save_weights(folder: Path, weights: dict[str, Tensor], num_shards: int = 2) 
 
 
 def make_tokenizer(family: str = "llada") -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of ASCII text: 128 bytes, 117 merges, 7 special tokens."""
+    """Return a byte-level tokenizer of ASCII text: 128 bytes, 117 merges, 7 special tokens."""
     style = TOKENIZER_STYLES[family]
     vocab, merges = bpe_vocabulary()
     vocab["<|unknown|>"] = UNKNOWN_ID
@@ -480,7 +476,7 @@ def make_tokenizer(family: str = "llada") -> PreTrainedTokenizerFast:
 
 
 def bpe_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Symbols with ids 0..244 and merges, without special tokens."""
+    """Return symbols with ids 0..244 and merges, without special tokens."""
     byte_symbols = pre_tokenizers.ByteLevel.alphabet()
     symbol_of_byte = _byte_symbols()
     if set(symbol_of_byte.values()) != set(byte_symbols):
@@ -497,9 +493,10 @@ def bpe_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def save_dream_tokenizer_files(folder: Path) -> None:
-    """Dream's tokenizer as released: no tokenizer.json, and a class that is remote code.
+    """Write Dream's tokenizer as released: without tokenizer.json, and with a class in remote code.
 
-    vocab.json, merges.txt, added_tokens.json, special_tokens_map.json, tokenizer_config.json.
+    The files are vocab.json, merges.txt, added_tokens.json, special_tokens_map.json and
+    tokenizer_config.json.
     """
     vocab, merges = bpe_vocabulary()
     style = TOKENIZER_STYLES["dream"]
@@ -549,11 +546,13 @@ def make_checkpoint(
     released_tokenizer_files: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Writes a whole tiny checkpoint to `folder` (made when missing) and returns it.
+    """Write a whole tiny checkpoint to `folder`, which is made if it is missing, and return it.
 
-    `overrides` replace or add keys of config.json. The weights depend on `seed` and the shapes
-    only, and are rounded to `dtype` after scaling. released_tokenizer_files (Dream): instead of
-    a tokenizer.json, see save_dream_tokenizer_files.
+    Args:
+        overrides: keys of config.json to replace or to add.
+        seed: determines the weights together with the shapes.
+        dtype: of the weights, which are rounded after scaling.
+        released_tokenizer_files: for Dream, see `save_dream_tokenizer_files`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -578,7 +577,7 @@ def make_checkpoint(
 
 
 def make_case(folder: str | Path, name: str, more: dict[str, Case] | None = None) -> Path:
-    """`make_checkpoint` of one entry of CASES, FAMILY_CASES, BLOCK_CASES or `more`."""
+    """Write one entry of CASES, FAMILY_CASES, BLOCK_CASES or `more`; see `make_checkpoint`."""
     ours = {**CASES, **FAMILY_CASES, **BLOCK_CASES, "diffullama": DIFFULLAMA_CASE}
     case = {**ours, **(more or {})}[name]
     return make_checkpoint(
@@ -591,7 +590,7 @@ def make_case(folder: str | Path, name: str, more: dict[str, Case] | None = None
 
 
 def random_prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    """Ids of ordinary tokens (no special ones), the same for the same seed."""
+    """Return ids of ordinary tokens, which only depend on the seed."""
     generator = torch.Generator().manual_seed(1000 + seed)
     prompt: list[int] = torch.randint(0, UNKNOWN_ID, (num_tokens,), generator=generator).tolist()
     return prompt
@@ -602,7 +601,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _byte_symbols() -> dict[int, str]:
-    """The printable character that stands for each byte (the GPT-2 byte alphabet)."""
+    """Return the printable character of each byte in the GPT-2 byte alphabet."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     symbols = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in symbols]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test run: the environment of in-process engines, and which tests can run here.
+"""Settings of every test run: the environment of in-process engines, and the selection of tests.
 
-Tests marked `gpu` or `multi_gpu` are left out on a machine without that many GPUs. Tests marked
-`model` are skipped unless the environment names a checkpoint. `--require-gpu` keeps the tests of
-one GPU, and fails a run in which no GPU test ran, so that a job on a GPU machine cannot pass by
-leaving everything out.
+On a machine with fewer GPUs, tests marked `gpu` or `multi_gpu` are deselected. Tests marked `model`
+are skipped unless the environment names a checkpoint. `--require-gpu` only keeps the tests of one
+GPU, and fails a run in which no GPU test ran, so that a job on a GPU machine cannot pass without
+GPU tests.
 
 durations.json holds the seconds of each slow test function. These functions get the marker `slow`,
 and modules run in the order of their total seconds, longest first. `--write-durations` in a run of
@@ -31,33 +31,33 @@ from tqdm.std import tqdm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Set before anything imports vllm, which reads most of them once.
+# These are set before vLLM is imported, because it reads most of them only once.
 for _name, _value in {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: starts in under a second
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a second rank imports nothing again
-    "OMP_NUM_THREADS": "1",  # tiny models; more threads than free cores only wait for each other
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in this process starts in under a second
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a second rank need not import modules again
+    "OMP_NUM_THREADS": "1",  # with tiny models, more threads than free cores wait for each other
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }.items():
     os.environ.setdefault(_name, _value)
 
-# Until all tests are imported; looking for garbage in what that makes is a sixth of the time.
+# Collection is disabled until all tests are imported, because it would take a sixth of that time.
 gc.disable()
 
-# The lock of progress bars is shared with every process that is forked later. One that is killed
-# while it draws would keep it for good, and so would a thread that draws beside a fork.
+# The lock of progress bars is shared with every process that is forked later. A process that is
+# killed while it draws, or a thread that draws during a fork, would hold that lock forever.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 
-# What imports one of the tests' own requirements, on a machine with only those of a server.
+# Modules that import a requirement of tests alone, on a machine with only a server's requirements.
 WANTED = {"server/test_fuzz.py": "schemathesis", "test_fleet_examples.py": "kubernetes_validate"}
 collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) is None]
 
 GPU_MARKERS = ("gpu", "multi_gpu")
 INTERPRETER_TESTS = "tests/native/test_interpreter.py"
 DURATIONS = Path(__file__).with_name("durations.json")
-MIN_SLOW_S = 0.5  # of all cases of a test function together
+MIN_SLOW_S = 0.5  # seconds of all cases of a test function together
 # Each GPU test of these folders starts an engine or a server. That takes up to a minute, about as
 # long as ENGINE_CASES cases of a test of a kernel.
 ENGINE_FOLDERS = ("tests/engine/", "tests/server/")
@@ -101,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-golden"):
         is_partial = any(map(config.getoption, ("keyword", "markexpr"))) or "::" in str(config.args)
         config.pluginmanager.register(GoldenWriter(runs_whole_modules=not is_partial))
-    if config.getoption("numprocesses", None):  # this process starts those of pytest-xdist
+    if config.getoption("numprocesses", None):  # the controller of pytest-xdist
         from tests.server import fork_server
 
         fork_server.share()
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselect_gpu_tests(config, items, max(count_gpus(), int(is_for_gpu)))
     if not is_for_gpu:
         sort_by_duration(items)
-    elif hasattr(config, "workerinput"):  # a process of pytest-xdist
+    elif hasattr(config, "workerinput"):  # a worker of pytest-xdist
         sort_longest_first(items)
     for item in items:
         if skips_references and item.nodeid.startswith("tests/reference/"):
@@ -133,21 +133,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def deselect_gpu_tests(config: pytest.Config, items: list[pytest.Item], num_gpus: int) -> None:
-    """Leave out the tests that need more than `num_gpus` GPUs."""
+    """Deselect the tests that need more than `num_gpus` GPUs."""
     if left_out := [item for item in items if num_gpus_of(item) > num_gpus]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if num_gpus_of(item) <= num_gpus]
 
 
 def num_gpus_of(item: pytest.Item) -> int:
-    """Return how many GPUs the test needs."""
+    """Return the number of GPUs that the test needs."""
     if several := item.get_closest_marker("multi_gpu"):
         return int(several.args[0])
     return int(item.get_closest_marker("gpu") is not None)
 
 
 def sort_by_duration(items: list[pytest.Item]) -> None:
-    """Put the modules that take longest first; the tests of a module keep their order."""
+    """Put the longest modules first; the tests of a module keep their order."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for function, duration in read_durations().items():
         seconds[module_of(function)] += duration
@@ -184,7 +184,7 @@ class DurationWriter:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look at all that was imported, again and again."""
+    """Exclude all imported objects from garbage collection, and enable it again."""
     gc.freeze()
     gc.enable()
 
@@ -193,16 +193,16 @@ def pytest_collection_finish() -> None:
     params=[pytest.param(count, marks=pytest.mark.multi_gpu(count)) for count in (2, 4)]
 )
 def num_gpus(request: pytest.FixtureRequest) -> int:
-    """A number of GPUs, a rank on each."""
+    """Return a number of GPUs, one for each rank."""
     return int(request.param)
 
 
 @pytest.fixture
 def quick_starts() -> Iterator[None]:
-    """Start engines that a test starts through other code as fast as those of the harness.
+    """Make engines that a test starts through other code start as fast as those of the harness.
 
-    Each start collects garbage several times, which takes a second each in a process with so many
-    modules. On a GPU a collection also frees memory.
+    Each start collects garbage several times, which takes a second each in this process with its
+    many modules. On a GPU, a collection also frees memory and therefore remains enabled.
     """
     from tests.engine.harness import freeze_imports, small_pool
 
@@ -215,9 +215,9 @@ def quick_starts() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--require-gpu`, `unit_of` decides which tests share a process."""
+    """With `--require-gpu`, return a scheduler that keeps the tests of a unit in one process."""
     if not config.getoption("--require-gpu"):
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -230,10 +230,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def unit_of(nodeid: str) -> str:
-    """Return the name of the tests that a process runs in one go.
+    """Return the name of the group of tests that one process runs in sequence.
 
-    These are all cases of a test, because they share compiled kernels. A case that starts an engine
-    or a server is a unit of its own.
+    A group has all cases of a test, because they share compiled kernels. A case that starts an
+    engine or a server is its own group.
     """
     return nodeid if nodeid.startswith(ENGINE_FOLDERS) else function_of(nodeid)
 
@@ -251,7 +251,7 @@ def sort_longest_first(items: list[Any]) -> None:
 
 @cache
 def are_golden() -> bool:
-    """The references are those that their written runs come from."""
+    """Return whether the references are unchanged since their runs were recorded."""
     from tests.reference import golden
 
     return golden.is_up_to_date()
@@ -259,14 +259,14 @@ def are_golden() -> bool:
 
 @cache
 def is_interpreted() -> bool:
-    """The tests of the interpreter passed with this code."""
+    """Return whether the code is unchanged since the tests of the interpreter passed."""
     from tests import interpreted
 
     return interpreted.is_up_to_date()
 
 
 class GoldenWriter:
-    """Writes what the references computed, and that the tests of interpreted kernels passed."""
+    """Writes the runs of the references, and a digest after the interpreter's tests have passed."""
 
     def __init__(self, *, runs_whole_modules: bool) -> None:
         self.runs_whole_modules = runs_whole_modules
@@ -322,7 +322,7 @@ class GpuTestCounter:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a case of `tests.checkpoints.CASES`, written at first use."""
+    """Return a function that writes a case of `tests.checkpoints.CASES` at its first use."""
     from tests.checkpoints import make_case
 
     made: dict[str, Path] = {}

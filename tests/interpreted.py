@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels on the CPU, by Triton's interpreter.
+"""Triton kernels on the CPU, run by Triton's interpreter.
 
 The interpreter is slow. Its tests are therefore skipped if the code of the kernels, of their
 references and of the tests has not changed since they last passed. interpreted.sha256 holds the
@@ -7,8 +7,6 @@ digest of that code; `pytest --write-golden tests/native/test_interpreter.py` ru
 writes it.
 """
 
-import ast
-import hashlib
 import json
 import os
 import select
@@ -16,6 +14,8 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+from tests.digests import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 300
@@ -27,10 +27,10 @@ _SOURCES = (
     *("tests/models/split_kernel.py", "tests/guided/support.py", "tests/guided/joint_kernels.py"),
 )
 
-# Triton decides at import, so a process of its own runs the programs: each in a fork of it, as most
-# of them take less time than the imports. It ends with its standard input.
-# The interpreter replaces Triton's language anew at every call of a function within a kernel, such
-# as `tl.sum`; once is enough.
+# Triton chooses the interpreter at import, so that the programs need their own process. Each
+# program runs in a fork of it, because most programs take less time than the imports. The process
+# ends when its standard input is closed. The interpreter replaces Triton's language at every call
+# of a function in a kernel, such as `tl.sum`; once is enough.
 _SERVER = """
 import gc, json, os, sys, traceback
 gc.disable()
@@ -44,33 +44,33 @@ gc.freeze()
 gc.enable()
 answers, sys.stdout = sys.stdout, sys.stderr
 for line in sys.stdin:
-    ours, theirs = os.pipe()
+    to_read, to_write = os.pipe()
     child = os.fork()
     if not child:
-        told = b""
+        error = b""
         try:
             exec(json.loads(line), {"__name__": "interpreted"})
         except BaseException:
-            told = traceback.format_exc().encode()
-        os.write(theirs, told[-60000:])
+            error = traceback.format_exc().encode()
+        os.write(to_write, error[-60000:])
         os._exit(0)
-    os.close(theirs)
-    with open(ours, "rb") as told:
-        found = told.read().decode(errors="replace")
+    os.close(to_write)
+    with open(to_read, "rb") as pipe:
+        error = pipe.read().decode(errors="replace")
     status = os.waitpid(child, 0)[1]
-    print(json.dumps(found or (f"status {status}" if status else "")), file=answers, flush=True)
+    print(json.dumps(error or (f"status {status}" if status else "")), file=answers, flush=True)
 """
 
 
 def run_interpreted(program: str) -> None:
-    """Run Python where Triton's kernels are interpreted."""
+    """Run a Python program in which Triton's kernels are interpreted."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(program) + "\n")
     server.stdin.flush()
-    is_told, _, _ = select.select([server.stdout], [], [], _TIMEOUT_S)
-    if not is_told:
+    is_readable, _, _ = select.select([server.stdout], [], [], _TIMEOUT_S)
+    if not is_readable:
         server.kill()
     answer = server.stdout.readline()
     assert answer, "the process that runs programs has ended"
@@ -79,7 +79,7 @@ def run_interpreted(program: str) -> None:
 
 
 def is_up_to_date() -> bool:
-    """Is the code the same as when the tests passed last?"""
+    """Return whether the code is the same as when the tests last passed."""
     return _DIGEST.exists() and _DIGEST.read_text(encoding="utf-8").strip() == digest()
 
 
@@ -88,19 +88,8 @@ def write_digest() -> None:
 
 
 def digest() -> str:
-    """Return a digest of the code, without comments and docstrings."""
-    paths = sorted(path for pattern in _SOURCES for path in ROOT.glob(pattern))
-    trees = [ast.dump(_without_docstrings(ast.parse(path.read_bytes()))) for path in paths]
-    return hashlib.sha256("\n".join(trees).encode()).hexdigest()
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            del body[0]
-    return tree
+    """Return a digest of the code of the kernels, their references and the tests."""
+    return digest_of(path for pattern in _SOURCES for path in ROOT.glob(pattern))
 
 
 @cache

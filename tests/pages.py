@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in pages, as a store has them, for tests of attention."""
+"""Keys and values in the pages of a store, for tests of attention."""
 
 import torch
 
 from vllm.diffusion.core.spans import PageTable
 from vllm.diffusion.memory import ActivationPool, KeptSequence, PageAllocator, PageStore
 
-NUM_LAYERS, LAYER = 3, 1  # of the store, and the one that is read
+NUM_LAYERS, LAYER = 3, 1  # layers of the store, and the layer that is read
 NO_PAGES = PageTable(torch.empty(0, dtype=torch.int32), 64)
 
 
 def in_pages(
     k: torch.Tensor, v: torch.Tensor, size: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, PageTable]:
-    """The rows of k and v in pages of `size` rows, shuffled among as many others.
+    """Put the rows of k and v into pages of `size` rows, shuffled among the same number of others.
 
     Args:
         k, v: [N, KV, hd].
-        size: rows of a page.
-        seed: of the order of the pages.
+        size: rows per page.
+        seed: determines the order of the pages.
 
     Returns:
-        k, v [M, KV, hd], NaN wherever no row of the arguments lies; where row j of those is.
+        k and v of the store, [M, KV, hd], with NaN in all other rows, and the table of pages.
     """
     num_pages = -(-len(k) // size)
     pages = k.new_full((2 * num_pages, NUM_LAYERS, 2, size, *k.shape[1:]), torch.nan)
@@ -38,7 +38,7 @@ def in_pages(
 
 
 def store_with(*lengths: int, head_dim: int = 4) -> tuple[PageStore, list[KeptSequence]]:
-    """A store in float32, and what it keeps of so many sequences; its first pages are another's."""
+    """Return a float32 store with sequences of these lengths, after pages of another one."""
     pool = ActivationPool(1 << 30, torch.device("cpu"))
     store = PageStore(2, 1, head_dim, torch.float32, pool)
     pages = PageAllocator(store, pool)

@@ -11,11 +11,11 @@ TIMEOUT_S = 120
 
 
 def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; both its streams are kept as text.
+    """Run a program to its end and keep both output streams as text.
 
     Args:
-        command: the words; paths and numbers too.
-        options: of `subprocess.run`.
+        command: the words, which may be paths and numbers.
+        options: arguments of `subprocess.run`.
     """
     kept = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, **options}
     return subprocess.run([str(word) for word in command], check=False, **kept)
@@ -34,7 +34,7 @@ def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[s
 
 
 def output_of(*command: Any, **options: Any) -> str:
-    """What a program prints that ends well."""
+    """Return the output of a program that must succeed."""
     done = run(*command, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

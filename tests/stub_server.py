@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of a test's own that keeps what it is asked."""
+"""An HTTP server for a single test that records its requests."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers by `reply`, and keeps paths and JSON bodies of what was posted."""
+    """Answers with `reply`, and records paths and JSON bodies of POST requests."""
 
     daemon_threads = True
 
@@ -23,7 +23,7 @@ class Stub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def reply(self, path: str, body: Any) -> tuple[int, Any]:
-        """Status and content, a text or what JSON can say; the body is None for GET."""
+        """Return status and content (text, or a JSON value); the body is None for GET."""
         raise NotImplementedError
 
     @contextmanager
@@ -54,4 +54,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Do not log requests."""

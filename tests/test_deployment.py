@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, compose file, Prometheus and Grafana: they name only what exists, and fit together."""
+"""Images, compose file, Prometheus and Grafana name existing things, and agree with each other."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def load(file: Path) -> Any:
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
-    """Keyword and the rest of every instruction, continued lines joined."""
+    """Return keyword and arguments of every instruction, after joining continued lines."""
     text = file.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines()]
     return [
@@ -55,7 +55,7 @@ class TestDockerfile:
             if word in ("RUN", "ENTRYPOINT"):
                 words = json.loads(rest) if rest[0] == "[" else shlex.split(rest)
                 ran |= {w for w in words if w.startswith("scripts/")}
-        assert "scripts/setup.sh" in ran  # as CI does
+        assert "scripts/setup.sh" in ran  # like CI
         assert "scripts/setup.sh" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
         for script in ran:
             assert (ROOT / script).is_file(), script
@@ -166,7 +166,7 @@ def test_every_query_uses_metrics_that_are_served_and_every_metric_is_shown() ->
         assert query.count("{") == query.count("}"), query
 
 
-# ---- examples that are read, not run -----------------------------------------------------------
+# ---- examples that are checked, but do not run -------------------------------------------------
 
 DEPLOY = ROOT / "docs" / "examples" / "deploy"
 
@@ -191,7 +191,8 @@ def test_kubernetes_asks_what_the_server_answers() -> None:
     assert service["spec"]["selector"] == pod["metadata"]["labels"]
     document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in document for name in env)
-    assert pod["spec"]["terminationGracePeriodSeconds"] > 30  # --shutdown-timeout of the script
+    # This exceeds --shutdown-timeout of the script.
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 30
 
 
 def test_the_systemd_unit_starts_a_script_with_documented_variables() -> None:

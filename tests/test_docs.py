@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents name only what exists: paths of the repository, and the scripts' options."""
+"""Documents only name existing paths of the repository and existing options of scripts."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").rglob("*.md"))  # of the site
+PAGES = sorted((ROOT / "docs").rglob("*.md"))  # pages of the site
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     *(str(file.relative_to(ROOT)) for file in PAGES),
 )
 
-# Made by running something, with what they hold: named in the documents, not in the repository.
+# Folders that commands create. Documents name them and their contents.
 GENERATED = (".venv", "models", "results", "build")
 
 CODE = re.compile(r"`([^`\n]+)`")
@@ -25,7 +25,7 @@ PATH = re.compile(r"^\.?[\w-][\w.-]*(/[\w.-]+)*/?$")
 
 
 def is_path(word: str) -> bool:
-    """Does a word of code name a file or folder of this repository?"""
+    """Return whether a word of code names a file or folder of this repository."""
     top = word.split("/")[0]
     if not PATH.match(word) or top in GENERATED:
         return False
@@ -33,7 +33,7 @@ def is_path(word: str) -> bool:
 
 
 def named_paths(text: str) -> set[str]:
-    """Paths in inline code, in links and in the commands of fenced blocks."""
+    """Return the paths in inline code, in links and in the commands of fenced blocks."""
     prose = FENCE.sub("", text)
     words = [word for span in CODE.findall(prose) for word in span.split()]
     words += [word for block in FENCE.findall(text) for word in block.split()]
@@ -45,7 +45,7 @@ def named_paths(text: str) -> set[str]:
 def test_every_named_path_exists(document: str) -> None:
     file = ROOT / document
     paths = named_paths(file.read_text(encoding="utf-8"))
-    # A tree of folders names files below its headings.
+    # A tree of folders gives files relative to its headings.
     folders = (ROOT, file.parent, ROOT / "vllm", ROOT / "vllm" / "diffusion")
     missing = sorted(p for p in paths if not any((folder / p).exists() for folder in folders))
     assert not missing, f"{document} names {missing}"
@@ -67,7 +67,7 @@ def test_every_variable_of_the_server_scripts_is_documented(family: str) -> None
 
 
 def test_one_table_has_every_variable_of_the_server() -> None:
-    """Ours are those of `vllm.diffusion.core.envs`; others with such names are upstream's."""
+    """Our variables are in `vllm.diffusion.core.envs`; others with such names are upstream's."""
     import vllm.envs
 
     from vllm.diffusion.core import envs
@@ -91,9 +91,9 @@ def test_the_readme_is_short_and_every_document_has_a_place_on_the_site() -> Non
 
 
 def test_links_of_the_site_can_be_seen_in_every_scheme() -> None:
-    """The theme sets a link's colour for each scheme: one of ours acts only where it does so, too.
+    """Our colour of links must be set for each scheme, because the theme sets one for each scheme.
 
-    The ratio is WCAG's, against the theme's backgrounds.
+    The contrast is WCAG's ratio to the theme's backgrounds.
     """
     style = (ROOT / "docs" / "images" / "site.css").read_text(encoding="utf-8")
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def test_links_of_the_site_can_be_seen_in_every_scheme() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of two colours, written as six digits."""
+    """Return the contrast of two colours of six hexadecimal digits each."""
 
     def brightness(colour: str) -> float:
         parts = (int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4))
@@ -121,7 +121,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_documents_link_to_each_other() -> None:
-    """A document that is named as code cannot be followed on the site."""
+    """A document in inline code has no link on the site."""
     for file in PAGES:
         named = re.findall(r"`docs/[\w/]+\.md`", file.read_text(encoding="utf-8"))
         assert not named, f"{file.name} names {named}"
@@ -138,7 +138,7 @@ def test_pictures_of_algorithms_are_as_the_engine_decodes() -> None:
         assert f"](images/algorithms/{file.name})" in document
 
 
-# What runs the commands of the documents, by how these begin.
+# The file that runs a command of the documents, by the beginning of the command.
 RUN_BY = {
     "scripts/setup.sh": ".ci/run",
     "scripts/test.sh": ".ci/run",
@@ -168,13 +168,13 @@ RUN_BY = {
 
 
 def test_every_command_is_run_or_listed_as_not_run() -> None:
-    """On small models, where its own would need a GPU or released weights."""
+    """A small model may replace one that needs a GPU or released weights."""
     listed = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8").split("## Not run")[1]
     not_run = re.findall(r"^- `(.+?)`", listed, re.MULTILINE)
     for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES):
         text = file.read_text(encoding="utf-8").replace("\\\n", " ")
         for block in re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            quoted = re.sub(r"'[^']*'", "''", block)  # bodies and programs have lines of their own
+            quoted = re.sub(r"'[^']*'", "''", block)  # bodies and programs may contain newlines
             for command in filter(None, quoted.splitlines()):
                 assert command.startswith((*RUN_BY, *not_run)), f"{file.name}: {command}"
     for place in RUN_BY.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of many servers: each is read by the program that it is for, and they fit together."""
+"""Examples of several servers are valid for their programs, and agree with each other."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def supervised() -> dict[str, list[Any]]:
 
 
 def router_words(name: str) -> list[str]:
-    """The command line of an example's router."""
+    """Return the command line of an example's router."""
     if name == "supervisord.conf":
         (router,) = supervised()["router"]
         return shlex.split(router.command)
@@ -79,7 +79,8 @@ def test_routers_know_the_servers() -> None:
     assert len(ports) == len(set(ports)) == 4
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     assert router_of("supervisord.conf").worker_urls == urls
-    assert router_of("mosaic-router.service").worker_urls == urls  # of mosaic@0 to mosaic@3
+    # The servers are mosaic@0 to mosaic@3.
+    assert router_of("mosaic-router.service").worker_urls == urls
     unit = (DEPLOY / "mosaic@.service").read_text(encoding="utf-8")
     assert [f"PORT={port[:-1]}%i" in unit for port in ports] == [True] * 4
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that tell each other numbers, and stay together when one of them fails."""
+"""Ranks exchange numbers in shared memory, and stay in step when one of them fails."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from vllm.diffusion.parallel.host_board import FAILED, NO_MEMORY, HostBoard
 
 
 class Ranks:
-    """Collectives that only note what is asked of them."""
+    """Collectives that only record their calls."""
 
     can_reset = True
 
@@ -38,7 +38,7 @@ def boards(tmp_path: Path) -> list[HostBoard]:
 
 
 def on_both(*work: Callable[[], Any]) -> list[Any]:
-    """What both ranks come to, each in a thread of its own."""
+    """Run a function per rank, each in its own thread, and return the results."""
     with ThreadPoolExecutor(2) as pool:
         return [future.result(20) for future in [pool.submit(run) for run in work]]
 
@@ -109,7 +109,7 @@ def test_one_rank_keeps_its_own_error() -> None:
     assert Agreement().reach(error) is error
     assert Agreement().reach(None) is None
     with pytest.raises(ValueError, match="a"):
-        Agreement(Ranks()).reach(error)  # others wait, and cannot hear
+        Agreement(Ranks()).reach(error)  # other ranks wait without a board
 
 
 @pytest.mark.parametrize(("code", "kind"), [(FAILED, RankError), (NO_MEMORY, RankMemoryError)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who imports whom: no circles, and tests only helpers."""
+"""Modules have no import cycles, and tests import no other tests."""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -9,7 +9,7 @@ PACKAGES = ("vllm", "flash_sample", "vmm_allocator", "vllm_add_llada", "gather_g
 
 
 def circle_of(imports: dict[str, set[str]]) -> list[str]:
-    """Modules of one circle, the first one again at the end; nothing where there is none."""
+    """Return the modules of a cycle, with the first one again at the end, or an empty list."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -23,7 +23,7 @@ def test_a_circle_is_seen() -> None:
 
 
 def test_there_is_no_circle() -> None:
-    grimp = pytest.importorskip("grimp")  # of the tests' requirements, where only serving's are
+    grimp = pytest.importorskip("grimp")  # missing if only a server's requirements are installed
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     assert "vllm.diffusion.sampling.sampler" in graph.modules
     imports = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}

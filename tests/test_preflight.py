@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts that cannot succeed: one line, before anything is imported that takes seconds.
+"""Starts that cannot succeed end with one line, before slow imports.
 
-In place of torch stands a module that ends the program and says so: who imports it has passed.
+A fake torch ends the program with a message, which shows that the program has passed all checks.
 """
 
 import json
@@ -36,7 +36,7 @@ TINY = {"architectures": ["LLaDAModelLM"], "model_type": "llada"}
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder with a checkpoint, as far as its config.json, and the module in torch's place."""
+    """Make a folder with a checkpoint that only has config.json, and with the fake torch."""
     (tmp_path / "models" / "llada-tiny").mkdir(parents=True)
     (tmp_path / "models" / "llada-tiny" / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "modules").mkdir()
@@ -45,12 +45,12 @@ def home(tmp_path: Path) -> Path:
 
 
 def start(home: Path, *words: str, **env: str) -> str:
-    """The one line that a start ends with."""
+    """Return the only line of output of a start."""
     variables = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": f"{home / 'modules'}:{ROOT}",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # without the engine's process
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody listens
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the engine's process is not started early
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # no process listens there
         "HF_HOME": str(home / "hub"),
         "NO_PROXY": "*",
     }
@@ -62,7 +62,7 @@ def start(home: Path, *words: str, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """Yield a port on which a socket listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -111,7 +111,7 @@ def test_variables(name: str, value: str, wanted: str, home: Path) -> None:
         ("--port", "99999", "wanted a whole number from 0 to 65535"),
         ("--port", "abc", "wanted a whole number from 0 to 65535"),
         ("--host", "not a host", "wanted an address of this machine"),
-        ("--host", "192.0.2.1", "wanted an address of this machine"),  # nobody has it
+        ("--host", "192.0.2.1", "wanted an address of this machine"),  # reserved for documentation
         ("--gpu-memory-utilization", "2", "wanted a number above 0, at most 1"),
         ("--gpu-memory-utilization", "half", "wanted a number above 0, at most 1"),
         ("--max-model-len", "abc", "wanted tokens, as 4096 or 4k, or auto"),
@@ -140,12 +140,12 @@ def test_flags(flag: str, value: str, wanted: str, home: Path) -> None:
 )
 @pytest.mark.parametrize("program", [OURS, SERVE], ids=["ours", "vllm serve"])
 def test_misspelt_flags(program: Sequence[str], word: str, message: str, home: Path) -> None:
-    """A beginning of a flag is none: a typo must not be taken for another flag."""
+    """The beginning of a flag is refused, because it could be a typo of another flag."""
     assert start(home, *program, "models/llada-tiny", word) == f"error: {message}"
 
 
 def test_all_flags_are_known() -> None:
-    """The list that is read before any import, and the parser's own."""
+    """The list that is read before any import equals the flags of the parser."""
     parser = make_arg_parser(FlexibleArgumentParser())
     cli.add_arguments(parser)
     names = set(re.findall(r"--([a-z0-9][a-z0-9-]*)", parser.format_usage()))
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_family(architecture: str, hint: str, home: Path
 
 
 def safetensors(num_bytes: int, *, written: int | None = None) -> bytes:
-    """A file of one tensor of so many bytes, of which only some may be written."""
+    """Return a file with a tensor of `num_bytes` bytes, of which only `written` may be present."""
     tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
     header = json.dumps({"__metadata__": {"format": "pt"}, "x": tensor}).encode()
     kept = num_bytes if written is None else written
@@ -293,7 +293,7 @@ def test_a_wrong_file_ends_a_start(home: Path) -> None:
 
 
 def test_a_checkpoint_that_names_no_mask_token(home: Path) -> None:
-    """Where its own tokenizer is used; one that nobody has looked for is none that is missing."""
+    """The check applies to the checkpoint's own tokenizer, if its configuration file exists."""
     folder, words = home / "models" / "llada-tiny", ("models/llada-tiny", "--port", "0")
     message = (
         "error: models/llada-tiny/config.json: mask_token_id: given nothing; wanted the id of "
@@ -323,7 +323,7 @@ def test_files_that_are_whole_are_none_of_its_business(home: Path) -> None:
     (folder / "tokenizer.json").write_text(' {"version": "1.0"}')
     check_model(str(folder))
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": SHARD, "y": "absent"}}))
-    (folder / "adapter_model.safetensors").write_bytes(b"?")  # which the index does not name
+    (folder / "adapter_model.safetensors").write_bytes(b"?")  # not named by the index
     check_model(str(folder))
 
 
@@ -331,7 +331,7 @@ def test_files_that_are_whole_are_none_of_its_business(home: Path) -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Has one model, and keeps what it was asked for."""
+    """A hub with one model, which records its requests."""
 
     asked: list[str]
 
@@ -348,12 +348,12 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Do not log requests."""
 
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
-    """Its address, and what it was asked for."""
+    """Yield the address of a hub and a list that receives its requests."""
     handler = type("OfThisTest", (Hub,), {"asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -427,7 +427,7 @@ def test_an_engine_of_a_program_is_refused_so_too(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(home)
-    # The tests' own setting, by which upstream would look into the hub's cache before.
+    # With the tests' setting, upstream would search the hub's cache first.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(ServerConfigError, match="no such folder; did you mean models/llada-tiny"):
         EngineArgs(model="models/llada-tin").create_engine_config()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does before it imports: an early process, late modules, bytecode that is kept."""
+"""Work of a server before its imports: an early process, late modules, cached bytecode."""
 
 import gc
 import importlib
@@ -26,7 +26,7 @@ SERVER = ["python", "-m", "vllm.entrypoints.api_server"]
 
 
 class Started:
-    """In place of a process, which is asked to run `target(*args)`."""
+    """A fake process, started early, whose target a test calls itself."""
 
     _popen = type("Popen", (), {"sentinel": 7})()
 
@@ -45,7 +45,7 @@ class Started:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
-    """The processes that are started early; at the end of the program they end."""
+    """Return the processes that are started early, and check that they end with the program."""
     results: list[Started] = []
     at_the_end: list[Callable[[], None]] = []
 
@@ -66,9 +66,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection]:
-    """Where the process that is started early reads, and where it is written to."""
+    """Return the reading and the writing end of the early process's pipe."""
     to_read, to_write = multiprocessing.Pipe(duplex=False)
-    monkeypatch.setattr(to_read, "close", lambda: None)  # it is the other process's, too
+    monkeypatch.setattr(to_read, "close", lambda: None)  # the fake process reads from it
     monkeypatch.setattr(multiprocessing, "Pipe", lambda duplex: (to_read, to_write))
     return to_read, to_write
 
@@ -78,7 +78,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection]:
     [
         ([*SERVER, "--model", "m"], True),
         ([*SERVER, "--help"], False),
-        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binds by the program it starts
+        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binds the processes that it starts
         (["python", "-m", "pytest", "vllm.entrypoints.api_server"], False),
         (["python", "script.py", "-m"], False),
     ],
@@ -89,7 +89,7 @@ def test_only_a_server_begins(
     monkeypatch.setattr(sys, "orig_argv", words)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     early.begin()
-    assert not begun  # the user has said how
+    assert not begun  # the user has set the start method
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
     early.begin()
     early.begin()
@@ -109,7 +109,7 @@ def test_a_missing_gpu_is_told_once(is_child: bool, monkeypatch: pytest.MonkeyPa
 
 
 def job(*args: Any) -> None:
-    """What a process shall run."""
+    """A function for a process."""
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_who_is_taken(
     started: list[bool] = []
     monkeypatch.setattr(early.SpawnProcess, "start", lambda process: started.append(True))
     monkeypatch.setattr(early.SpawnProcess, "_sentinel", 8, raising=False)
-    monkeypatch.setattr(threading, "Thread", mock.Mock())  # imports beside whatever test runs next
+    monkeypatch.setattr(threading, "Thread", mock.Mock())  # would import during later tests
     process = early.EngineContext().Process(target=job, name="EngineCore", args=(1,))
     process.start()
     assert bool(started) != is_taken
@@ -146,7 +146,7 @@ def test_who_is_taken(
         assert process.sentinel == 7
     process = early.EngineContext().Process(target=job)
     process.start()
-    assert len(started) == 2 - is_taken  # there was one
+    assert len(started) == 2 - is_taken  # only one process was waiting
     waiting.terminate()
 
 
@@ -170,7 +170,7 @@ def test_it_runs_what_it_hears(
     assert gc.isenabled() == is_collected
     assert capsys.readouterr().out == "what it shall run\n"
     to_write.close()
-    process.target(*process.args)  # the server has ended: so does this
+    process.target(*process.args)  # returns, because the server has closed the pipe
 
 
 def test_nothing_is_collected_while_modules_are_imported() -> None:
@@ -195,7 +195,7 @@ def test_the_compiler_is_imported_late_and_has_upstreams_list(
     monkeypatch.setattr(
         env_override, "_patch_inductor_fallback_allow_list", lambda: reports.append(True)
     )
-    monkeypatch.setattr(late, "LOWERING", "this")  # a module that nobody has imported
+    monkeypatch.setattr(late, "LOWERING", "this")  # a module that is not imported yet
     monkeypatch.delitem(sys.modules, "this", raising=False)
     with late.without_the_compiler(), pytest.raises(ImportError, match="imported later"):
         importlib.import_module("this")
@@ -204,13 +204,13 @@ def test_the_compiler_is_imported_late_and_has_upstreams_list(
     importlib.import_module("this")
     assert reports == [True]
     assert len(sys.meta_path) == len(finders) - 1
-    with late.without_the_compiler():  # it is there: nothing changes
+    with late.without_the_compiler():  # no effect, because the module is imported
         importlib.import_module("this")
     assert len(sys.meta_path) == len(finders) - 1
 
 
 def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "STRUCTURE", "antigravity")  # a module that nobody has imported
+    monkeypatch.setattr(late, "STRUCTURE", "antigravity")  # a module that is not imported yet
     monkeypatch.delitem(sys.modules, "antigravity", raising=False)
     monkeypatch.setattr(late, "PostImportHook", lambda module, then: (module, then))
     monkeypatch.setattr(sys, "meta_path", [])
@@ -219,7 +219,7 @@ def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     assert module == "antigravity"
     read: list[str] = []
     other = ModuleType("other")
-    then(other)  # of another version of transformers: left alone
+    then(other)  # another version of transformers is left unchanged
     assert not hasattr(other, "create_import_structure_from_path")
     other.create_import_structure_from_path = (  # type: ignore[attr-defined]
         lambda folder: read.append(folder) or {folder: set()}
@@ -232,7 +232,7 @@ def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "antigravity", other)
     sys.meta_path.clear()
     late.read_models_once()
-    assert not sys.meta_path  # it is there: nothing changes
+    assert not sys.meta_path  # no effect, because the module is imported
 
 
 # ---- bytecode ----------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_server_keeps_bytecode_where_nothing_else_does(
     if has_bytecode or may_write or prefix or not is_server:
         assert (sys.pycache_prefix, sys.dont_write_bytecode) == (prefix, not may_write)
         return
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as in the engine's process
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # like the engine's process
     environment.keep_bytecode(is_server=False)
     assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(folder), False)
     assert os.environ["PYTHONPYCACHEPREFIX"] == str(folder)

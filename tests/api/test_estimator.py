@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maskings of a likelihood estimate, and what is made of their log probabilities."""
+"""The maskings of a likelihood estimate, and the estimate from their log probabilities."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
 
 
 def published(length: int, mc_num: int, batch_size: int, seed: int) -> list[tuple[int, ...]]:
-    """The published loop, which draws from the global generator."""
+    """Return the maskings of the published loop, which uses the global generator."""
     torch.manual_seed(seed)
     results = []
     for _ in range(mc_num // batch_size):
@@ -35,7 +35,7 @@ def test_maskings_are_those_of_the_published_script(length: int, seed: int) -> N
 def test_every_number_of_masks_is_as_likely() -> None:
     counts = Counter(len(m) for seed in range(200) for m in draw_maskings(5, 8, 8, seed))
     assert set(counts) == {1, 2, 3, 4, 5}
-    for count in counts.values():  # 1600 draws, 320 each
+    for count in counts.values():  # 1600 draws, about 320 each
         assert abs(count - 320) < 5 * math.sqrt(320)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for a server, to start in no time and fail in every way.
+"""A fake server that starts at once and fails in every way.
 
-Environment: PORT; STAND_IN_LIMIT, the longest prompt and canvas that it serves; STAND_IN_FAILURE,
-what it does with a longer one; STAND_IN_FOLDER, where it notes its process ids, and what it is
-asked; STAND_IN_STUBBORN, set where it ignores SIGTERM. A child that always does stands in for the
-engine.
+It reads these environment variables: PORT; STAND_IN_LIMIT, the largest sum of prompt and canvas;
+STAND_IN_FAILURE, the failure on a longer request; STAND_IN_FOLDER, the folder for its process ids
+and its requests; STAND_IN_STUBBORN, which makes it ignore SIGTERM. Its child process, which
+represents the engine, always ignores SIGTERM.
 """
 
 import json

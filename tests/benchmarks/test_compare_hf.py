@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our engine and server against the plain loop, with tiny models."""
+"""The comparison of the engine and the server with plain loops runs with tiny models."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_every_system_is_measured_in_process(tmp_path: Path) -> None:
 def test_plain_loops_and_the_engine_give_the_same_tokens(
     family: str, length: int, cache: str, tmp_path: Path
 ) -> None:
-    """Block-causal families beside loops of their own."""
+    """Block-causal families have their own plain loops."""
     folder = make_checkpoint(tmp_path / "model", family=family, seed=3)
     arguments = ["--model", str(folder), "--in-process", "--clients", "2", *SMALL]
     options = compare_hf.parse_arguments([*arguments, "--output-dir", str(tmp_path)])

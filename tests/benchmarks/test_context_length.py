@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context-length benchmark against a server that stands in, and its parts alone."""
+"""The context-length benchmark with a fake server, and its parts on their own."""
 
 import contextlib
 import csv
@@ -34,7 +34,7 @@ CONFIG = {"vocab_size": 64, "mask_token_id": 3, "eos_token_id": 60, "bos_token_i
 
 
 def tried_lengths(limit: int, lengths: Range) -> tuple[list[int], LengthRange]:
-    """The lengths that are tried where those up to `limit` run, and what is found."""
+    """Return the lengths that are tried if lengths up to `limit` run, and the result."""
     tried: list[int] = []
 
     def runs(length: int, left: int) -> bool:
@@ -106,7 +106,7 @@ def test_prompts_have_no_special_tokens(project: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a server script, a model's configuration, and the notes of the stand-in."""
+    """Make a folder with a server script, a model's configuration, and a place for records."""
     script = tmp_path / "scripts" / "run_llada_server.sh"
     script.parent.mkdir()
     script.write_text(f'exec "{sys.executable}" "{STAND_IN}" "$@"\n')
@@ -114,7 +114,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setenv("STAND_IN_FOLDER", str(tmp_path))
     monkeypatch.setattr(server_process, "POLL_S", 0.02)
-    monkeypatch.setattr(harness, "draw", lambda *_, **__: None)  # one test draws
+    monkeypatch.setattr(harness, "draw", lambda *_, **__: None)  # one test draws the plot
     return tmp_path
 
 
@@ -133,14 +133,14 @@ def points(project: Path) -> list[dict[str, Any]]:
 
 
 def measured_lengths(project: Path) -> list[int]:
-    """The lengths that the servers were asked for."""
+    """Return the lengths of all requests to the servers."""
     path = project / "asked.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line)["length"] for line in lines]
 
 
 def process_ids(project: Path) -> list[int]:
-    """Of all servers and engines so far."""
+    """Return the process ids of all servers and engines so far."""
     path = project / "pids"
     return [int(word) for word in path.read_text().split()] if path.exists() else []
 
@@ -308,7 +308,7 @@ def test_what_cannot_lead_to_a_server_is_one_line(
 def hanging_runner(
     project: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A runner, as a user starts it, whose request of 128 tokens hangs."""
+    """Start a runner as a user does; its request of 128 tokens hangs."""
     monkeypatch.setenv("STAND_IN_LIMIT", "100")
     monkeypatch.setenv("STAND_IN_FAILURE", "hang")
     entry = ROOT / "benchmarks" / "llada" / "run_benchmark.py"
@@ -334,7 +334,7 @@ def hanging(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
 
 
 def hear_signals() -> None:
-    """A shell without job control has its background jobs ignore Ctrl-C, nohup the hang-up."""
+    """Restore the default of signals, which a shell without job control or nohup ignores."""
     for number in runner.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -406,7 +406,7 @@ def test_a_killed_runner_leaves_no_process(project: Path, hanging: subprocess.Po
 
 
 def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, apps: str) -> None:
-    """An nvidia-smi that notes its arguments, lists `apps`, and finds more in use at each look."""
+    """Install an nvidia-smi that records its arguments, lists `apps` and reports growing use."""
     script = folder / "bin" / "nvidia-smi"
     script.parent.mkdir(exist_ok=True)
     script.write_text(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context-length benchmark from end to end: a real server of the tiny model on the CPU."""
+"""The context-length benchmark runs with a real server of the tiny model on the CPU."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from tests.server.process import MODEL, environment
 
 
 def test_a_length_runs(tmp_path: Path) -> None:
-    """One server; searches, failures and resumed runs are tested with one that stands in."""
+    """One server runs. Tests with a fake server cover searches, failures and resumed runs."""
     entry = ROOT / "benchmarks" / "llada" / "run_benchmark.py"
     options = {"model-path": MODEL, "output-dir": "out", "shutdown-timeout": 60, "steps": 2}
     options |= {"start": 288, "step": 224, "max": 288, "precision": 224, "max-model-len": 300}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/decoding.md and docs/requests.md say all that a request can choose."""
+"""docs/decoding.md and docs/requests.md list every choice that a request has."""
 
 from typing import Any, get_args
 
@@ -66,7 +66,7 @@ def test_parameters_of_single_algorithms_are_named(name: str) -> None:
 
 
 def request_rows() -> str:
-    """The rows of the table: fields of the body, then diffusion parameters."""
+    """Return the rows of the table: fields of the body, then diffusion parameters."""
     results = []
     for name, field in GenerateBody.model_fields.items():
         default = "" if field.default is None else as_json(field.default)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/fragmentation.py as far as it needs no GPU."""
+"""The parts of benchmarks/fragmentation.py that need no GPU."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GSM8K benchmark against a stub of `POST /generate`."""
+"""The GSM8K benchmark with a stub of `POST /generate`."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ PROBLEMS = [
     ("A car costs $1,000 and a van $500 more. What costs the van?", "It is more.\n#### 1,500"),
     ("It is 4 degrees and falls by 7. How cold is it?", "4 - 7 = -3\n#### -3"),
 ]
-# What the stub says to each question: right, right with another spelling, wrong.
+# The stub's answer to each question: right, right with another spelling, wrong.
 TEXTS = ["The answer is 5.", "1000 + 500: the answer is $1,500.00.", "Cold, 4 of course."]
 REPORT = {"num_forwards": 10, "tokens_per_forward": 3.2}
 
@@ -85,7 +85,7 @@ def run(stub: Server, data: Path, *arguments: str) -> int:
 
 
 def results(data: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """Rows of answers.csv in the order of the problems, and the summary."""
+    """Return the rows of answers.csv in the order of the problems, and the summary."""
     folder = data.parent / "results"
     with (folder / "answers.csv").open(newline="") as file:
         rows = sorted(csv.DictReader(file), key=lambda row: int(row["index"]))
@@ -170,7 +170,7 @@ def test_requests_run_side_by_side(stub: Server, data: Path) -> None:
 
 
 def one_error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line of stderr; a progress bar may stand before it."""
+    """Return the last line of stderr; a progress bar may precede it."""
     lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
     errors = [line for line in lines if "error:" in line or "Traceback" in line]
     assert errors == [lines[-1]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: options, tables, and how a failure is told."""
+"""The parts that benchmarks share: options, tables, and reports of failures."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of single kernels, and what they time with."""
+"""Benchmarks of single kernels, and their timers."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def test_record_names_software_and_command(tmp_path: Path, monkeypatch: pytest.M
     assert content["rows"] == [1]
     assert content["run"]["command"] == "python benchmarks/x.py --name 'two words'"
     assert content["run"]["commit"] == "0123456789ab"
-    # What a build says of itself, such as +cpu, is not in every build's metadata.
+    # The metadata of some builds lacks the local version, such as +cpu.
     release = torch.__version__.partition("+")[0]
     assert content["run"]["packages"]["torch"].partition("+")[0] == release
 
@@ -78,7 +78,7 @@ def test_windows_read_every_page_of_a_store_once(monkeypatch: pytest.MonkeyPatch
     q, k, v = case.stored_heads()
     assert q.shape == (10, 28, 128) and len(k) == len(v) + 64 == 2 * 2 * 128
     rows = case.pages().rows_of(0, 256)
-    stored = torch.cat([rows, rows + 64])  # keys, and values a page behind them
+    stored = torch.cat([rows, rows + 64])  # keys, and values one page after them
     assert stored.sort().values.tolist() == list(range(512))
     assert not Case("dream", 1, 128, 128).is_window
     assert not Case("dream", 1, 5, 100).is_window

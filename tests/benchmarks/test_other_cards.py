@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on cards that nobody measured follow from one that somebody did."""
+"""Estimated steps on other GPUs follow from a GPU that was measured."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks measured becomes tables."""
+"""Results of benchmarks become the tables of the documents."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain models and loop of the benchmarks against the reference, and what a forward costs."""
+"""Plain models and loops of the benchmarks equal the reference, and FLOP of a forward pass."""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from tests.reference.decode import SpecialIds, semi_ar
 from tests.reference.models import load_reference
 
 FULL_SIZE = ("llada", "dream", "llada-moe")
-SHRUNK = [("llada", 16), ("dream", 14), ("llada-moe", 16)]  # by what their heads allow
+SHRUNK = [("llada", 16), ("dream", 14), ("llada-moe", 16)]  # divisors that the heads allow
 
 
 @pytest.fixture(params=["llada", "dream", "moe"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PlainModel, Any]:
-    """A plain model and the reference of the same checkpoint, in fp32."""
+    """Return a plain model and the reference of the same checkpoint, in fp32."""
     folder = make_checkpoint(tmp_path / "model", family=request.param, seed=5)
     plain = load_model(folder, "cpu", torch.float32)
     return plain, load_reference(folder)
@@ -72,13 +72,13 @@ def test_flops_counted_are_those_that_torch_counts(family: str, divisor: int) ->
     ids = torch.randint(0, 1000, (num_sequences, 40))
     with (
         torch.inference_mode(),
-        sdpa_kernel(SDPBackend.MATH),  # whose products the counter sees
+        sdpa_kernel(SDPBackend.MATH),  # the counter supports its products
         FlopCounterMode(display=False) as counted,
     ):
         model(ids)
     work = forward_work(shape, 40, num_sequences, head_rows=40)
     total = work.matmul_flops + work.attention_flops
-    # Experts are run on whole rows: the same products, whoever gets them.
+    # An expert runs on whole rows, so that the products do not depend on the routing.
     assert total == pytest.approx(counted.get_total_flops(), rel=1e-6)
 
 

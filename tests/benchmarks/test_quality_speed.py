@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality and speed benchmark: which cases it runs, what it counts, what it writes."""
+"""The benchmark of quality and speed: its cases, its counts, and its output."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def test_every_algorithm_and_cache_has_a_case() -> None:
 
 
 class Answering:
-    """An engine that gives the same texts and reports whatever it is asked."""
+    """An engine that gives the same texts and reports for every request."""
 
     def __init__(self, *answers: tuple[str, dict[str, Any]]) -> None:
         self._answers = answers
@@ -118,14 +118,14 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     slowest = taught["semi_ar", "steps=32"]
     assert float(slowest["accuracy"]) == 1.0
     assert float(slowest["tokens_per_forward"]) == 1.0
-    assert float(slowest["forwards_per_answer"]) == 16.0  # the answers end in the first block
+    assert float(slowest["forwards_per_answer"]) == 16.0  # answers end in the first block
     assert float(taught["semi_ar", "steps=8"]["tokens_per_forward"]) == 4.0
     assert float(taught["threshold", "defaults"]["tokens_per_forward"]) > 1.0
     content = json.loads((output / "quality_speed.json").read_text())
     assert [row["parameters"] for row in content["rows"]] == [row["parameters"] for row in table]
     assert content["settings"]["block_length"] == 16
     assert (output / "quality_speed.png").read_bytes().startswith(b"\x89PNG")
-    assert "| semi" not in (output / "quality_speed.md").read_text()  # names are code
+    assert "| semi" not in (output / "quality_speed.md").read_text()  # names are in backticks
 
 
 @pytest.mark.parametrize(

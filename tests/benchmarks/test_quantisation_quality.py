@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/quantisation_quality.py: its measures, and a run over a tiny model."""
+"""benchmarks/quantisation_quality.py: its measures, and a run with a tiny model."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_a_run_tells_plain_from_quantised_weights(tmp_path: Path) -> None:
     assert plain["quantization"] == "plain" and int4["quantization"] == "int4"
     assert (plain["top_1"], plain["kl"], plain["order"], plain["equal_steps"]) == (1, 0, 1, 1)
     assert int4["top_1"] <= 1 and int4["kl"] > 0
-    assert int4["weight_bytes"] < 0.3 * plain["weight_bytes"]  # of fp32
+    assert int4["weight_bytes"] < 0.3 * plain["weight_bytes"]  # compared with fp32
     assert all(1 <= row["tokens_per_forward"] <= 8 for row in rows)
 
 

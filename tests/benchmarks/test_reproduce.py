@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that runs the benchmarks behind a part of the page."""
+"""The command that runs the benchmarks of one part of the page."""
 
 import shlex
 from importlib import import_module

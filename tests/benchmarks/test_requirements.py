@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks, scripts and examples run after scripts/quickstart.sh: it installs all they import."""
+"""scripts/quickstart.sh installs every package that benchmarks, scripts and examples import."""
 
 import ast
 import re
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"yaml": "pyyaml"}  # where they are not named as their modules
-OF_THE_READER = {"langchain_openai", "ray"}  # an example is for those who have it
+PACKAGES = {"yaml": "pyyaml"}  # modules whose package has another name
+OF_THE_READER = {"langchain_openai", "ray"}  # users of these examples have installed them
 
 
 def imported(file: Path) -> set[str]:
-    """Top-level modules of every import, those inside functions included."""
+    """Return the top-level modules of every import, including imports inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server under many clients: what is counted, and one run with a tiny model."""
+"""The server with many clients: the counts, and one run with a tiny model."""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_clients_of_block_causal_families_leave_the_rule_to_the_server(
 def forked(
     command: list[str], log: Path, *, port: int, variables: dict[str, str]
 ) -> Iterator[ServerProcess]:
-    """The same server as a fork of a process that has imported it all."""
+    """Start the same server as a fork of a process that has imported vLLM."""
     server = ServerProcess(command, log, port=port, **variables)
     try:
         yield server
@@ -69,6 +69,6 @@ def test_loop_and_server_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = json.loads((tmp_path / "serve_throughput.json").read_text())["rows"]
     actual = [(row["system"], row["num_clients"], row["num_requests"]) for row in rows]
     assert actual == [("plain loop", 1, 3), ("server", 1, 6), ("server", 3, 6)]
-    assert rows[1]["num_tokens"] == rows[2]["num_tokens"]  # the same answers
+    assert rows[1]["num_tokens"] == rows[2]["num_tokens"]  # from the same answers
     assert all(0 < row["p50_s"] <= row["p90_s"] <= row["p99_s"] for row in rows)
     assert (tmp_path / "serve_throughput.png").read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak: what its clients notice; and some seconds of it with a tiny model."""
+"""The soak test: failures that its clients detect, and a few seconds with a tiny model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ LEFT = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{eng
 
 
 class Stand(Stub):
-    """Answers with the seed of a body: 13 gets another one, 14 an error."""
+    """Answers with the seed of the body, but 13 gets a wrong token and 14 an error."""
 
     def reply(self, _: str, body: Any) -> tuple[int, Any]:
         if body is None:

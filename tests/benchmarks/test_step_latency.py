@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step benchmark from end to end at tiny widths, and what it makes of its measurements."""
+"""The step benchmark at tiny widths, and its evaluation of measurements."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_without_the_reference_experts_are_still_counted() -> None:
 
 
 def test_experts_are_those_of_all_steps() -> None:
-    """The mean over the canvases that the steps begin with, each run anew."""
+    """The number is the mean over the canvases with which the steps begin, computed again here."""
     config = configuration("llada-moe", num_layers=2, shrink=16)
     model = step_latency.random_model(config, "cpu", torch.float32)
     row = step_latency.masked_row(model.shape, Case(16, 1))
@@ -82,7 +82,7 @@ def test_experts_are_those_of_all_steps() -> None:
             model(canvas)
     assert len(set(counts)) > 1
     assert step_latency.touched_experts(model, kept, 4) == pytest.approx(sum(counts) / 8)
-    assert int((kept == model.shape.mask_id).sum()) == 8  # the row itself is left alone
+    assert int((kept == model.shape.mask_id).sum()) == 8  # the row itself is unchanged
 
 
 def test_several_requests_stay_below_the_largest_number_of_rows() -> None:
@@ -103,4 +103,4 @@ def test_rows_take_medians_and_count_the_reference_once_a_request() -> None:
     missing = row_of("llada", Case(32, 1), steps, None, {32: Reference(None, None)})
     assert (missing.over_floor, missing.speed_up, missing.floor_ms) == (None, None, None)
     table = harness.Table(step_latency.COLUMNS, step_latency.ATTRIBUTES)
-    assert table.line(missing).split()[-4:] == ["-"] * 4  # no floor, no reference
+    assert table.line(missing).split()[-4:] == ["-"] * 4  # no lower bound and no reference

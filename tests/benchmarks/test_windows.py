@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of block-causal families at tiny widths, and what their steps must at least take."""
+"""Benchmarks of block-causal families at tiny widths, and lower bounds of their step times."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
-RATES = (4.3e12, 700e12, 550e12)  # of one H200: copy, products, attention
+RATES = (4.3e12, 700e12, 550e12)  # one H200: bytes/s of copies, FLOP/s of products and attention
 SMALL = ("--num-layers", "2", "--shrink", "16", "--dtype", "float32")
 
 
@@ -52,7 +52,7 @@ def floor(family: str, block_length: int, num_requests: int, touched: float | No
 def test_floors_of_the_released_shapes(
     family: str, block_length: int, num_requests: int, touched: float | None, expected: float
 ) -> None:
-    """Milliseconds that were worked out by hand."""
+    """Lower bounds in milliseconds equal calculations by hand."""
     assert floor(family, block_length, num_requests, touched) == pytest.approx(expected, rel=0.03)
 
 
@@ -84,7 +84,8 @@ def test_fusion_takes_fewer_forwards(tmp_path: Path) -> None:
     assert commit_fusion.main(arguments) == 0
     assert commit_fusion.VARIABLE not in os.environ
     rows = json.loads((tmp_path / "commit_fusion.json").read_text())["rows"]
-    # Four blocks of two forwards; without fusion one more for the prompt and each finished block.
+    # Four blocks take two forward passes each. Without fusion, the prompt and each finished block
+    # take one more.
     assert [(r["is_fused"], r["num_requests"], r["num_forwards"]) for r in rows] == [
         *((True, 1, 8), (True, 2, 8), (False, 1, 12), (False, 2, 12)),
     ]
@@ -111,7 +112,7 @@ def test_a_shared_prefix_is_computed_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed, then four tokens in two forwards each time."""
+    """The seed is settled first, and then four tokens in two forward passes each time."""
     monkeypatch.setattr(self_speculation.Confirming, "accepted", 3)
     ids = SpecialIds(mask=15, eos=14, eot=None, stop=frozenset())
     parameters = {"algorithm": "self_speculation", "gen_length": 13, "block_length": 8}
@@ -119,7 +120,7 @@ def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, tokens = self_speculation.Confirming(params, 1), np.array([1, *[15] * 20])
     counts = []
     while (work := rule.prepare(tokens)) is not None:
-        said = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # drafts that are all wrong
+        said = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # all drafts are wrong
         commit = rule.decide(Candidates(work.eligible, said, np.ones(said.size)))
         tokens[commit.positions] = commit.tokens
         counts.append(rule.num_settled(tokens) - 1)
@@ -127,7 +128,7 @@ def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Routers:
-    """Stands in for a runner: two layers, whose routers see what `rows` says."""
+    """A fake runner with two routers, which read the rows that are passed to `run`."""
 
     def __init__(self, *gates: torch.Tensor) -> None:
         self.graphs = SimpleNamespace(run=None)
@@ -167,7 +168,7 @@ def test_right_guesses_save_forwards(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "speculation.json").read_text())["rows"]
     plain, oracle, *weighed = rows
     assert (plain["steps_per_forward"], plain["held"], plain["gain"]) == (1, None, 1)
-    # Of each block a whole forward, and the other seven steps in two.
+    # A block takes a whole forward pass, and its other seven steps take two.
     assert (oracle["steps_per_forward"], oracle["held"]) == (pytest.approx(16 / 6), 1)
     assert all(row["steps_per_s"] > 0 for row in rows)
     assert [(row["clients"], row["chance"]) for row in weighed] == [(1, None), (1, 1)]

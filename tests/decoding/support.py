@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence under a decoding rule, with a model made by hand."""
+"""A sequence under a decoding rule, with proposals made by hand."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ def candidates(
 
 
 class Row:
-    """A sequence under a rule, as the engine keeps it."""
+    """A sequence under a rule, with the tokens that the engine would store."""
 
     def __init__(self, parameters: DiffusionParams, prompt: list[int]) -> None:
         self.rule = make_rule(parameters, len(prompt))
@@ -57,11 +57,11 @@ class Row:
 
     @property
     def ends(self) -> list[int]:
-        """End of what each forward was allowed to commit: the last eligible position + 1."""
+        """The end of each forward pass: its last eligible position + 1."""
         return [int(target.eligible[-1]) + 1 for target in self.targets]
 
     def eligible(self) -> list[int] | None:
-        """Positions of the next forward; None at the end. Fills what the rule wants filled."""
+        """Return positions of the next forward pass after its fill, or None at the end."""
         before = self.tokens.copy()
         target = self.rule.prepare(self.tokens)
         assert np.array_equal(self.tokens, before), "a rule does not write tokens"
@@ -87,7 +87,7 @@ class Row:
         self.committed.append(sorted(actual.positions[chosen].tolist()))
 
     def see(self, positions: list[int], scores: list[float], tokens: list[int] | None) -> None:
-        """One forward with these proposals."""
+        """Run one forward pass with these proposals."""
         greedy = np.array(tokens or [1] * len(positions), dtype=np.int64)
         draws = [self.chance.random() for _ in positions]
         actual = candidates(positions, scores, tokens, greedy=greedy, draws=np.array(draws))
@@ -98,7 +98,10 @@ class Row:
         self.commit(actual)
 
     def run(self, propose: Callable[[int, bool], tuple[int, float]], limit: int = 10_000) -> int:
-        """Forwards until nothing is left; `propose(position, forbid_mask)` is the model."""
+        """Return the number of forward passes until all is filled.
+
+        `propose(position, forbid_mask)` is the model.
+        """
         for count in itertools.count():
             positions = self.eligible()
             if positions is None:
@@ -110,11 +113,11 @@ class Row:
 
 
 class Case(NamedTuple):
-    """Scores at ascending positions (from 1 where none are given) and which of them are taken."""
+    """Scores at ascending positions (by default from 1), and the indices of accepted ones."""
 
     scores: list[float]
     wanted: set[int]
-    asked: dict[str, Any] = {}  # noqa: RUF012  # never written
+    asked: dict[str, Any] = {}  # noqa: RUF012  # never changed
     at: list[int] | None = None
 
     @property
@@ -123,7 +126,7 @@ class Case(NamedTuple):
 
 
 def of_ours(rule: str, case: Case) -> set[int]:
-    """By one forward of our rule, in a sequence of one token and one block."""
+    """Return the accepted indices of one forward pass of our rule, in a sequence of one block."""
     positions = case.positions
     length = max(positions)
     row = Row(decided(gen_length=length, block_length=length, algorithm=rule, **case.asked), [1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of block-causal families beside the loops they come from, token by token."""
+"""Rules of block-causal families follow the loops that they come from, token by token."""
 
 import dataclasses
 import random
@@ -30,9 +30,9 @@ from vllm.diffusion.request.params import DiffusionParams
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 V, MASK, STOPS = 24, 23, frozenset({22, 21})
-EDITS = (19, 18)  # what deletes, and what inserts
-THINKING = (17, 16)  # what begins and what ends it
-NEVER = {MASK: -1e9}  # bias of a token that is never proposed
+EDITS = (19, 18)  # the tokens that delete and insert
+THINKING = (17, 16)  # the tokens that begin and end thinking
+NEVER = {MASK: -1e9}  # the bias of a token that must not be proposed
 
 
 def served(family: Family) -> ServedModel:
@@ -68,7 +68,7 @@ class Case:
     def toy(self, **more: Any) -> Toy:
         chance = random.Random(self.seed + 1)
         bias = NEVER | dict.fromkeys(STOPS, self.stop_bias) | more.pop("bias", {})
-        decimals = chance.choice([None, None, 0])  # equal confidences
+        decimals = chance.choice([None, None, 0])  # rounding makes confidences equal
         return Toy(self.seed, V, self.block_length, chance.choice([2.0, 6.0]), bias, decimals)
 
     def lengths(self) -> dict[str, int]:
@@ -81,7 +81,7 @@ class Case:
         parameters: dict[str, Any],
         **bias: dict[int, float],
     ) -> Decoding:
-        """Decode with the rule and with the loop; they agree after every forward."""
+        """Decode with the rule and with the loop, and compare them after every forward pass."""
         toy = self.toy(**bias)
         actual = Decoding(toy, self.params_of(family, parameters), self.prompt)
         expected = loop(toy, self.prompt, mask_id=MASK, stop_ids=self.stops, **self.lengths())
@@ -95,7 +95,7 @@ class Case:
         return decided(family, self.prompt, **self.lengths(), **ignores, **parameters)
 
     def _check_windows(self, actual: Decoding) -> None:
-        """A forward is for a block of the grid; candidates lie in it or right behind it."""
+        """Check that each forward pass is for a block, with candidates in it or right after it."""
         length, shift = self.block_length, actual.params.logit_shift
         for target in actual.targets:
             start, end = target.rows
@@ -157,7 +157,7 @@ def test_llada21(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(60))
 def test_llada22(number: int) -> None:
-    """Tokens of the prompt that would delete or insert are plain ones."""
+    """Tokens of the prompt that would delete or insert are treated as plain tokens."""
     case = Case(number)
     options = {
         "threshold": case.threshold,
@@ -174,7 +174,7 @@ def test_llada22(number: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
 def test_llada22_never_writes_what_it_must_not(temperature: float) -> None:
-    """No token that edits in its last round, and no end that is forbidden, in edits either."""
+    """The last round proposes no editing token, and no round a forbidden end, even by editing."""
     case = Case(3)
     toy = case.toy(bias=dict.fromkeys((*EDITS, 22), 3.0))
     parameters = {"algorithm": "levenshtein", "temperature": temperature, "max_post_steps": 1}
@@ -209,7 +209,7 @@ def test_fast_dllm_v2(number: int) -> None:
     ],
 )
 def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], number: int) -> None:
-    """Self-speculation says what autoregressive decoding does, wherever thinking is ended."""
+    """Self-speculation gives the tokens of autoregressive decoding, also if thinking is ended."""
     case = Case(number)
     options: dict[str, Any] = {}
     if algorithm in ("low_confidence_dynamic", "self_speculation"):
@@ -232,7 +232,7 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
         assert actual.run() == expected.answer
         is_whole = algorithm in ("self_speculation", "autoregressive")
         is_whole |= len(expected.answer) % case.block_length == 0
-        # Where an answer ends with the end of thinking, one forward more puts it there.
+        # If the answer ends with the end of thinking, one more forward pass writes it.
         num_forwards = sum(target.eligible.size > 0 for target in actual.targets)
         assert num_forwards >= len(actual.targets) - 1
         assert num_forwards <= expected.forwards
@@ -247,7 +247,7 @@ def test_nemotron(algorithm: str, loop: Callable[..., block_loops.Decoded], numb
     [([1, 2], True), ([1, 17, 2, 16, 3], False), ([17, 2, 16, 1, 17], True)],
 )
 def test_thinking_is_open_where_the_prompt_leaves_it_so(prompt: list[int], is_open: bool) -> None:
-    """A block that its end fills costs no forward."""
+    """A block that is filled by the end of thinking costs no forward pass."""
     parameters = {
         "gen_length": 8,
         "block_length": 2,
@@ -285,7 +285,7 @@ FILTERS: list[dict[str, Any]] = [
     [(number, *sampling) for number, sampling in enumerate(product((0.0, 0.7, 1.3), FILTERS))],
 )
 def test_draws(number: int, temperature: float, filters: dict[str, Any]) -> None:
-    """At temperature 0 filters change nothing; confidences are the family's."""
+    """At temperature 0 filters have no effect, and confidences follow the family."""
     case = Case(number)
     sampling = {"temperature": temperature, "seed": number, **filters}
     draw = Draw(temperature, **filters, uniform=uniform_of(number))
@@ -340,7 +340,7 @@ def test_every_answer_ends_though_the_mask_is_proposed(
     mask_bias: float,
     number: int,
 ) -> None:
-    """And where the reference ends as well, it says the same."""
+    """If the reference ends as well, both give the same answer."""
     case = Case(number)
     toy = case.toy(bias={MASK: mask_bias})
     parameters: dict[str, Any] = {"algorithm": algorithm}
@@ -369,7 +369,7 @@ def test_every_answer_ends_though_the_mask_is_proposed(
     assert answer == expected.answer
 
 
-# ---- what is settled ---------------------------------------------------------------------------
+# ---- settled tokens ----------------------------------------------------------------------------
 
 
 def test_masks_of_the_prompt_are_filled_first() -> None:

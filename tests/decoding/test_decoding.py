@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding rules on candidates made by hand: what is committed, and that it always ends."""
+"""Decoding rules with candidates made by hand: their commits, and that decoding always ends."""
 
 import random
 from typing import Any
@@ -42,13 +42,13 @@ def test_quotas_of_a_block(num_masked: int, num_steps: int, quotas: list[int]) -
 
 
 def test_a_proposed_mask_spends_quota_and_is_filled_in_the_end() -> None:
-    """Position 2 proposes the mask, most certainly, until that is forbidden."""
+    """Position 2 proposes the mask with the highest score until the mask is forbidden."""
 
     def propose(position: int, forbid_mask: bool) -> tuple[int, float]:
         return (MASK, 0.9) if position == 2 and not forbid_mask else (position, 0.5)
 
     row = Row(decided(gen_length=4, block_length=2, steps=4), [1])
-    # Block 1: the quota goes to position 2 twice, so 1 and 2 stay masked and go on competing.
+    # Position 2 uses the quota of block 1 twice, so 1 and 2 stay masked and compete further.
     assert row.run(propose) == 5
     assert row.committed == [[2], [2], [2], [2], [1, 2, 3, 4]]
     assert row.rule.forbid_mask
@@ -78,10 +78,10 @@ def test_everything_at_the_threshold_is_committed_and_always_the_best() -> None:
     row = Row(decided(gen_length=4, block_length=4, threshold=0.5), [1])
     assert row.eligible() == [1, 2, 3, 4]
     row.commit(candidates([1, 2, 3, 4], [0.5, 0.4999, 0.7, 0.1]))
-    assert row.committed[-1] == [1, 3]  # equal to the threshold is enough
+    assert row.committed[-1] == [1, 3]  # reaching the threshold is enough
     assert row.eligible() == [2, 4]
     row.commit(candidates([2, 4], [0.2, 0.2]))
-    assert row.committed[-1] == [2]  # none reaches it: the best alone, the lowest of equals
+    assert row.committed[-1] == [2]  # none reaches it: the best one, the lowest of equal ones
     assert row.eligible() == [4]
     row.commit(candidates([4], [float("nan")]))
     assert row.committed[-1] == [4]
@@ -99,7 +99,7 @@ def test_everything_at_the_threshold_is_committed_and_always_the_best() -> None:
     ],
 )
 def test_steps_bound_the_forwards(steps: int, committed: list[list[int]]) -> None:
-    """Never sure of anything: one a forward, but later blocks still get theirs."""
+    """No score is high, so that a forward pass commits one token; later blocks get their steps."""
     row = Row(decided(gen_length=8, block_length=4, steps=steps, threshold=0.9), [1])
     assert row.run(lambda position, _: (2, 1.0 / (10 + position))) == len(committed)
     assert row.committed == committed
@@ -122,7 +122,7 @@ def test_a_mask_that_changes_nothing_is_forbidden_once() -> None:
 # ---- progress ----------------------------------------------------------------------------------
 
 
-# All blocks are kept, and the prompt still has a mask.
+# All blocks are cached, and the prompt still has a mask.
 @example(
     algorithm="multi_block",
     model=MODEL,
@@ -172,7 +172,7 @@ def test_every_model_comes_to_an_end(
     mask_chance: float,
     prompt: list[int],
 ) -> None:
-    """Also one that proposes the mask whenever it may, with any scores, NaN among them."""
+    """The model may propose the mask whenever it is allowed, with any scores, including NaN."""
     chance = random.Random(seed)
 
     def propose(position: int, forbid_mask: bool) -> tuple[int, float]:
@@ -203,7 +203,7 @@ def test_every_model_comes_to_an_end(
     if algorithm == "dream":
         limit = (params.steps or 0) + 1
     elif params.early_stop and algorithm == "multi_block":
-        limit = 4 * num_masked + 4  # what is behind the end may be filled more than once
+        limit = 4 * num_masked + 4  # positions after the end may be filled more than once
     num_forwards = row.run(propose, limit=limit)
     assert MASK not in row.tokens.tolist()
     if algorithm == "semi_ar":

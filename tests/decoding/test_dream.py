@@ -52,7 +52,7 @@ def test_origin_commits_each_position_by_chance() -> None:
 
 
 def test_positions_are_drawn_without_replacement() -> None:
-    rule = rule_of(alg="maskgit_plus", alg_temp=0.5, steps=2, eps=0.1)  # 0.45 of five
+    rule = rule_of(alg="maskgit_plus", alg_temp=0.5, steps=2, eps=0.1)  # commits 0.45 of five
     assert rule.draw_purpose == CHOICE
     draws = [0.5, 0.2, 0.9, 0.4, 0.95]
     scores = [0.9, 0.8, 0.1, 0.7, 0.2]
@@ -70,7 +70,7 @@ def test_drawn_positions_have_the_frequencies_of_the_softmax() -> None:
     counts = torch.zeros(5)
     num_draws = 4000
     for _ in range(num_draws):
-        rule = rule_of(alg="maskgit_plus", alg_temp=0.5, steps=4, eps=0.1)  # 0.225: one
+        rule = rule_of(alg="maskgit_plus", alg_temp=0.5, steps=4, eps=0.1)  # commits 0.225: one
         draws = torch.rand(5, generator=generator, dtype=torch.float64)
         (chosen,) = select(rule, scores.tolist(), draws.tolist())
         counts[chosen] += 1

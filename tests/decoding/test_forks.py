@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a rule that go on with drafts: the rule itself decides as if there were none."""
+"""Copies of a rule that process drafts do not change the decisions of the rule itself."""
 
 import random
 from dataclasses import replace
@@ -26,7 +26,7 @@ PROMPT = [*range(1, 9)]
 def see(
     rule: DecodingRule, tokens: Array, target: ForwardTarget, chance: random.Random
 ) -> list[int]:
-    """One forward of a model that knows nothing; the positions that are committed."""
+    """Run one forward pass of a random model, and return the committed positions."""
     positions = target.eligible.tolist()
     actual = [MASK if not rule.forbid_mask and chance.random() < 0.1 else 5 for _ in positions]
     actual = [EOS if chance.random() < 0.05 else token for token in actual]
@@ -39,7 +39,7 @@ def see(
 
 
 def decode(rule: DecodingRule, *, forks: bool) -> list[list[int]]:
-    """What every forward commits; with `forks`, copies go astray before each of them."""
+    """Return the commits of every forward pass; with `forks`, copies decode differently before."""
     chance, other = random.Random(3), random.Random(4)
     length = 32
     if rule.params.has_causal_context:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that fill one block after the other, as many positions at a time as they dare."""
+"""Rules that fill one block after the other, with several positions per forward pass."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 def committed(positions: list[int], scores: list[float], **parameters: Any) -> list[int]:
-    """Positions that one forward commits; the sequence is one token and one block."""
+    """Return the positions that a forward pass commits, after a prompt of one token."""
     rule = parameters.pop("algorithm", "local_leap")
     return sorted(positions[i] for i in of_ours(rule, Case(scores, set(), parameters, positions)))
 
@@ -28,7 +28,7 @@ def test_what_is_no_number_is_the_last() -> None:
 
 def test_local_leap_stops_early_after_a_block() -> None:
     params = decided(gen_length=6, block_length=2, algorithm="local_leap", early_stop=True)
-    row = Row(params, [EOS])  # that of the prompt does not count
+    row = Row(params, [EOS])  # EOS in the prompt does not count
     assert row.eligible() == [1, 2]
     row.see([1, 2], [0.5, 0.4], [3, 4])
     assert row.eligible() == [2]

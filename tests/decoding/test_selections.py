@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rule accepts of one forward's candidates: worked by hand."""
+"""Each rule accepts the candidates of a forward pass that a calculation by hand accepts."""
 
 import pytest
 
@@ -11,18 +11,18 @@ ANCHORED = [1, 3, 4, 7, 8, 20]  # the anchor is 8
 RUNS = [3, 4, 6, 8, 10]  # 3 4 | 6 | 8 | 10
 SELECTIONS: dict[str, list[Case]] = {
     "threshold": [
-        Case([0.2, 0.1], {0}, {"threshold": 0.9}),  # the best, always
-        Case([0.2, 0.2], {0}, {"threshold": 0.9}),  # ties to the lowest
-        Case([0.9, 0.89, 0.95], {0, 2}, {"threshold": 0.9}),  # reaching is enough
+        Case([0.2, 0.1], {0}, {"threshold": 0.9}),  # the best one is always accepted
+        Case([0.2, 0.2], {0}, {"threshold": 0.9}),  # ties go to the lowest position
+        Case([0.9, 0.89, 0.95], {0, 2}, {"threshold": 0.9}),  # reaching it is enough
     ],
     "factor": [
         Case([0.1], {0}, {"factor": 1.0}),
-        Case([0.1, 0.0], {0, 1}, {"factor": 1.0}),  # of two, the failure of the last is taken
+        Case([0.1, 0.0], {0, 1}, {"factor": 1.0}),  # the last of two may fail
         Case([0.1, 0.9, 0.8], {0, 1, 2}, {"factor": 1.0}),  # limits 2/3 and 3/4
         Case([0.9, 0.8, 0.76, 0.7, 0.1], {0, 1, 2}, {"factor": 1.0}),  # fails at rank 3 of 5
-        Case([0.9, 0.8, 0.76, 0.81], {0, 1, 2, 3}, {"factor": 1.0}),  # the last fails: taken
+        Case([0.9, 0.8, 0.76, 0.81], {0, 1, 2, 3}, {"factor": 1.0}),  # the last one fails: accepted
         Case([0.9, 0.5, 0.75, 0.74], {0, 2}, {"factor": 1.0}),  # 0.74 is below 3/4
-        Case([0.9, 0.6, 0.5, 0.4], {0}, {"factor": 1.0}),  # fails at rank 1: the best alone
+        Case([0.9, 0.6, 0.5, 0.4], {0}, {"factor": 1.0}),  # fails at rank 1: only the best one
         Case([0.9, 0.6, 0.5, 0.4], {0, 1, 2, 3}, {"factor": 3.0}),  # limits 0, 0.25, 0.4
         Case([0.5, 0.5, 0.5, 0.4, 0.1], {0, 1, 2}, {"factor": 2.0}),
         Case([0.99, 0.999, 1.0, 0.5], {2}, {"factor": 0.0}),  # limits of 1
@@ -30,9 +30,9 @@ SELECTIONS: dict[str, list[Case]] = {
     ],
     "local_leap": [
         Case([0.95, 0.8, 0.7, 0.8], {0, 1}, {"radius": 4}, [3, 4, 5, 9]),  # too far, too low
-        Case([0.95, 0.8, 0.7, 0.8], {0, 1, 3}, {"radius": 4}, [3, 4, 5, 7]),  # the radius counts
+        Case([0.95, 0.8, 0.7, 0.8], {0, 1, 3}, {"radius": 4}, [3, 4, 5, 7]),  # at the radius
         Case([0.95, 0.8, 0.7, 0.8], {0}, {"radius": 0}, [3, 4, 5, 7]),
-        Case([0.8, 0.85], {1}, {"radius": 4}, [3, 4]),  # no anchor: the best alone
+        Case([0.8, 0.85], {1}, {"radius": 4}, [3, 4]),  # no anchor: only the best one
         Case([0.9, 0.75], {0, 1}, {"radius": 4}, [3, 4]),
         Case([0.2, 0.92, 0.76], {1, 2}, {"radius": 2}, [3, 20, 22]),
         Case([0.1, 0.1, 0.1], {0}, {"radius": 1}, [3, 4, 5]),
@@ -47,12 +47,12 @@ SELECTIONS: dict[str, list[Case]] = {
         Case([-0.5, -0.49, -0.7, -0.2], {1, 3}, {"threshold": 0.5}),
     ],
     "hierarchy": [
-        Case([0.5, 0.6, 0.45, 0.3, 0.41], {1, 2, 4}, LOW, RUNS),  # each run's best above 0.4
+        Case([0.5, 0.6, 0.45, 0.3, 0.41], {1, 2, 4}, LOW, RUNS),  # the best of each run above 0.4
         Case([0.5, 0.6, 0.4, 0.3, 0.39], {1}, LOW, RUNS),  # 0.4 is not above 0.4
-        Case([0.2, 0.1, 0.1, 0.3, 0.2], {3}, LOW, RUNS),  # the best, always
+        Case([0.2, 0.1, 0.1, 0.3, 0.2], {3}, LOW, RUNS),  # the best one is always accepted
         Case([0.95, 0.6, 0.95, 0.92, 0.5], {0, 2, 3, 4}, LOW, RUNS),
-        Case([0.9, 0.91, 0.1, 0.1, 0.1], {1}, LOW, RUNS),  # strictly above
-        Case([0.6, 0.6, 0.1, 0.1, 0.1], {0, 1}, LOW, RUNS),  # all equal to the run's best
+        Case([0.9, 0.91, 0.1, 0.1, 0.1], {1}, LOW, RUNS),  # 0.9 is not above 0.9
+        Case([0.6, 0.6, 0.1, 0.1, 0.1], {0, 1}, LOW, RUNS),  # all that equal the best of a run
     ],
 }
 for _case in SELECTIONS["local_leap"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that decode several blocks at once: when blocks start, what is forced, what is kept."""
+"""Rules that decode several blocks at once: when blocks start, and which tokens are forced."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def row_of(algorithm: str, gen_length: int = 12, **parameters: Any) -> Row:
 
 
 def forward(row: Row, sure: list[int], tokens: dict[int, int] | None = None) -> list[int]:
-    """One forward in which these positions are certain; what it was for."""
+    """Run a forward pass in which these positions are certain, and return its eligible ones."""
     positions = row.eligible()
     assert positions is not None
     scores = [SURE - 0.001 * p if p in sure else UNSURE - 0.001 * p for p in positions]
@@ -31,16 +31,18 @@ def test_blocks_start_and_become_full_by_progress() -> None:
         "FullAttnMultiBlock", block_add_threshold=0.5, decoded_token_threshold=0.75, gen_length=10
     )
     assert forward(row, [1]) == [1, 2, 3, 4]
-    assert forward(row, [2]) == [2, 3, 4]  # a quarter is decoded: block 1 alone
-    # Half is decoded: block 2 starts; block 1 gets its forced token, block 2 takes by itself.
+    assert forward(row, [2]) == [2, 3, 4]  # a quarter is decoded: block 1 remains alone
+    # Half is decoded, so block 2 starts. Block 1 gets a forced token, block 2 accepts only by
+    # score.
     assert forward(row, [5]) == [3, 4, 5, 6, 7, 8]
     assert row.committed[-1] == [3, 5]
-    # Three quarters of block 1: block 2 is full, yet only the first such block is forced.
+    # Three quarters of block 1 are decoded. Block 2 is full, but only the first such block is
+    # forced.
     assert forward(row, []) == [4, 6, 7, 8]
     assert row.committed[-1] == [4]
     assert forward(row, [6]) == [6, 7, 8]
     assert row.committed[-1] == [6]
-    # Half of block 2: the last, shorter block starts.
+    # Half of block 2 is decoded, so the last, shorter block starts.
     assert forward(row, [7, 9]) == [7, 8, 9, 10]
     assert forward(row, []) == [8, 10]
     assert forward(row, []) == [10]
@@ -69,10 +71,12 @@ def test_early_stop_fills_before_the_forward_what_still_competes_in_it() -> None
     forward(row, [3], {3: EOS})
     positions = row.eligible()
     assert row.targets[-1].fill == (4, EOS)
-    # All blocks behind the end are complete; what was masked when the forward began competes.
+    # All blocks after the end are complete. Positions that were masked before the forward pass
+    # compete.
     assert positions == [1, 2, *range(4, 13)]
     row.see(positions, [SURE if p in (4, 9) else UNSURE for p in positions], [5] * len(positions))
-    # 4 and 9 are above the threshold. 4 lies in the first full block with masks: none is forced.
+    # 4 and 9 are above the threshold. 4 is in the first full block with masks, so no token is
+    # forced.
     assert row.committed[-1] == [4, 9]
     assert row.tokens[3:].tolist() == [EOS, 5, EOS, EOS, EOS, EOS, 5, EOS, EOS, EOS]
     assert row.eligible() == [1, 2]
@@ -89,7 +93,7 @@ def test_an_early_end_may_move_to_the_left() -> None:
     assert row.eligible() == [1, 3]
     assert row.targets[-1].fill == (3, EOS)
     row.see([1, 3], [SURE, SURE], [2, 5])
-    # Nothing is masked, so nothing is filled again: what follows the end is to be cut off.
+    # No mask is left, so no position is filled again: the tokens after the end are cut off anyway.
     assert row.tokens.tolist() == [1, 2, EOS, 5] + [EOS] * 9
     assert row.eligible() is None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules whose choices are made at once choose as each of them does by itself."""
+"""Rules that choose for many requests at once choose as for each request alone."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vllm.diffusion.request.families import SDAR
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
 MASK, STOP = 9, 8
-SCORES = (math.nan, -math.inf, 0.0, 0.25, 0.5, 0.5, 0.75, 1.0)  # equal ones are common
+SCORES = (math.nan, -math.inf, 0.0, 0.25, 0.5, 0.5, 0.75, 1.0)  # equal scores are common
 MODEL = ServedModel(
     family=SDAR,
     ids=SpecialIds(mask=MASK, eos=STOP, eot=None, stop=frozenset({STOP})),
@@ -55,14 +55,14 @@ class Request:
         self.tokens[commit.positions] = commit.tokens
 
     def see(self, tokens: Array, scores: Array) -> None:
-        """Commit by itself."""
+        """Commit the choice of the rule for this request alone."""
         assert self.target is not None
         self.write(self.rule.decide(Candidates(self.target.eligible, tokens, scores)))
         self.num_settled = self.rule.num_settled(self.tokens)
         self.target = self.rule.prepare(self.tokens)
 
     def take(self, choice: BatchedCommit) -> None:
-        """Commit what was chosen beside others."""
+        """Commit a choice that was made together with other requests."""
         self.write(choice)
         target = self.rule.next_target(self.tokens, choice.left, choice.has_changes)
         self.num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
@@ -110,7 +110,7 @@ def test_together_is_one_by_one(
 def drawn(
     data: st.DataObject, pairs: Sequence[tuple[Request, Request]], targets: Sequence[ForwardTarget]
 ) -> tuple[Array, Array]:
-    """Tokens, the mask among them where it is not forbidden, and scores of all candidates."""
+    """Return random tokens and scores of all candidates, with masks where they are allowed."""
     tokens: list[int] = []
     for (alone, _), target in zip(pairs, targets, strict=True):
         most = STOP if alone.rule.forbid_mask else MASK

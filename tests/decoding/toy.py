@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model without layers, and the engine's part of decoding with it: no batch, no cache."""
+"""A model without layers, and the engine's part of decoding with it, without batch or cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +14,15 @@ from vllm.diffusion.sampling import RowGroup, sample_group
 
 
 class Toy:
-    """Logits [T, V] fp32 that depend on all tokens of a position's block and of those before.
+    """A model whose fp32 logits [T, V] depend on the tokens of a position's block and before.
 
     Args:
-        seed: of its weights.
+        seed: determines the weights.
         vocab_size: V.
-        block_length: None where every position sees every other one.
-        scale: the larger, the surer it is.
+        block_length: None if every position attends to every other one.
+        scale: larger values make the model more certain.
         bias: added to the logits of single tokens.
-        decimals: logits are rounded to so many, so that ties are common.
+        decimals: number of decimals to which logits are rounded, so that ties are common.
     """
 
     vocab_start = 0
@@ -47,7 +47,7 @@ class Toy:
             self._bias[token] = value
 
     def __call__(self, tokens: Sequence[int] | Tensor, num_causal: int | None = None) -> Tensor:
-        """Logits; with `num_causal` the first so many see those before, and others all."""
+        """Return logits. With `num_causal`, that number of first positions is causal."""
         ids = torch.as_tensor(tokens)
         length = len(ids)
         seen = self._tokens[torch.arange(length) % 64, ids].cumsum(dim=0)
@@ -61,13 +61,13 @@ class Toy:
 
 
 class Decoding:
-    """One request under its rule, as the engine keeps it.
+    """One request under its rule, with the state that the engine would keep.
 
     Attributes:
         tokens: [T] int64, prompt and canvas, up to the end of a block.
-        targets: what the forwards were for.
-        history: the canvas after each of them.
-        settled: how much was settled after each of them, the prompt included.
+        targets: the target of each forward pass.
+        history: the canvas after each forward pass.
+        settled: number of settled tokens after each forward pass, including the prompt.
     """
 
     def __init__(self, toy: Toy, params: DiffusionParams, prompt: Sequence[int]) -> None:
@@ -87,7 +87,7 @@ class Decoding:
         self._final: list[int] = []
 
     def run(self, limit: int = 20_000) -> list[int]:
-        """Forwards until the answer is complete; the answer."""
+        """Run forward passes until the answer is complete, and return the answer."""
         while (answer := self._take_settled()) is None:
             assert len(self.targets) < limit, "the rule does not come to an end"
             before = self.tokens.copy()
@@ -98,7 +98,7 @@ class Decoding:
         return answer
 
     def _take_settled(self) -> list[int] | None:
-        """What is given of the settled tokens; none of them may have changed."""
+        """Return the answer if the settled tokens, which must not change, complete it."""
         settled = min(self.rule.num_settled(self.tokens), self.end)
         assert settled >= self.num_settled[-1] or not self.targets
         assert self.rule.num_settled(self.tokens) == max(

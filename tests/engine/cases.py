@@ -86,7 +86,7 @@ SHORT: dict[str, Any] = {
     "steps": 4,
     "ignore_eos": True,
 }
-# Whole sequences, one of them guided, and windows of kept keys and values share their steps.
+# Whole sequences (one with guidance) and windows of cached requests share the same steps.
 MIXED: list[tuple[int, dict[str, Any]]] = [
     (20, SHORT),
     (5, {**SHORT, "cfg_scale": 1.0}),
@@ -95,7 +95,7 @@ MIXED: list[tuple[int, dict[str, Any]]] = [
     (9, {**SHORT, "temperature": 0.7, "seed": 3}),
     (71, {**SHORT, "cache": "frozen", "cfg_scale": 1.0}),
 ]
-# Sizes that divide nothing, so that chunks cross sequences and requests.
+# These sizes divide no length, so that chunks cross the bounds of sequences and requests.
 CUT = Plan(Residency(keep_queries=False), ChunkRows(37, 29, 23, 5))
 PLANS = {
     "chunks": CUT,
@@ -156,7 +156,7 @@ def mixed_asks() -> list[Request]:
 
 
 def whole_asks() -> list[Request]:
-    """Requests that keep nothing: their steps are divided."""
+    """Return requests without a cache, whose steps can be divided over ranks."""
     return [ask for ask in mixed_asks() if "cache" not in ask.extra]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints and engines of the engine tests; an engine lives for one module at the longest."""
+"""Checkpoints and engines of the engine tests. An engine lives for at most one module."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ def model(checkpoint: Callable[[str], Path]) -> LLaDAReference:
 def runs_ahead(
     request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Whether a step is launched before the results of the one before are handed out."""
+    """Return whether a step is launched before the results of the previous step are returned."""
     monkeypatch.setattr(engine.loop, "runs_ahead", request.param)
     return bool(request.param)
 
 
 @pytest.fixture(params=["1", "0"], ids=["fused", "apart"])
 def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a finished block is stored with the next one."""
+    """Return whether a finished block is stored together with the next block."""
     monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", request.param)
     return bool(request.param == "1")
 

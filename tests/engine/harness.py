@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine inside the test process, and the reference loops behind the same request."""
+"""An engine inside the test process, and the reference loops for the same requests."""
 
 import gc
 import logging
@@ -28,10 +28,10 @@ STOP_IDS = frozenset({EOS_ID, EOT_ID})
 MAX_MODEL_LEN = 256
 POOL_BYTES = 256 << 20
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16}
-# Tests count steps and forwards: how slow the machine is must not decide which are cut, nor whether
-# it has a GPU.
+# Tests count steps and forward passes. The speed of the machine must not decide which steps are
+# sliced, and the number of drafts must not depend on whether there is a GPU.
 DETERMINISTIC: dict[str, Any] = {"dllm": {"longest_pause_ms": 0, "num_speculative_states": 0}}
-# The canvas is short where the reference draws noise: its generator is plain Python.
+# The canvas is short where the reference draws noise, because its generator is plain Python.
 NOISY: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
 
 
@@ -45,13 +45,13 @@ class Request:
 
 
 def uncached(one: Request) -> Request:
-    """Return the request with nothing kept: every forward computes all that is seen."""
+    """Return the request without a cache: every forward pass computes all visible positions."""
     return Request(one.prompt, {**one.extra, "cache": "none"}, one.sampling)
 
 
 @dataclass(frozen=True)
 class Response:
-    """What came back. `num_forwards` is None when the request did not end by itself."""
+    """The response to a request. `num_forwards` is None if the request was ended from outside."""
 
     token_ids: list[int]
     text: str
@@ -65,7 +65,7 @@ class Response:
 
     @property
     def num_steps(self) -> int | None:
-        """Forwards of a loop that takes one step at a time; fewer may serve them."""
+        """Denoising steps of a loop without drafts; with drafts, fewer forward passes suffice."""
         return self.report.get("num_steps")
 
 
@@ -87,11 +87,11 @@ class Engine:
         )
 
     def ask(self, *asks: Request) -> list[Response]:
-        """Run the requests together; answers in the order of the requests."""
+        """Run the requests together and return the responses in the same order."""
         return [to_answer(output) for output in self.outputs(*asks)]
 
     def outputs(self, *asks: Request) -> list[Any]:
-        """Run the requests together; upstream's outputs, with all answers and logprobs."""
+        """Run the requests together and return upstream's outputs with all choices and logprobs."""
         answer: list[Any] = self.llm.generate(
             [{"prompt_token_ids": list(ask.prompt)} for ask in asks],
             [sampling_params(ask) for ask in asks],
@@ -117,49 +117,51 @@ class Engine:
         return self.core.model_executor.driver_worker.worker.model_runner
 
     def cut_steps(self, longest_pause_s: float) -> None:
-        """Compute steps in slices, from now on, that take longer than others may wait."""
+        """From now on, compute a step in slices if it would delay others by `longest_pause_s`."""
         settings = Settings(longest_pause_ms=1000 * longest_pause_s)
         self.scheduler.long_steps = LongStepPolicy(settings)
 
     def is_idle(self) -> bool:
-        """No request and no canvas is left over."""
-        self.llm.llm_engine.step()  # the workers hear of finished requests in the next message
+        """Return whether no request and no canvas is left over."""
+        # The workers receive the names of finished requests with the next message.
+        self.llm.llm_engine.step()
         return not self.scheduler.has_requests() and not self.runner.canvases
 
 
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[Engine]:
-    """An engine that is gone, process groups and all, when the block ends."""
+    """Start an engine and shut it down, with its process groups, when the block ends."""
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **small_pool()}
-    if torch.distributed.is_initialized():  # forked ranks would have the groups of another engine
+    if torch.distributed.is_initialized():
+        # Forked ranks would inherit the process groups of the engine that runs here.
         from vllm.envs import disable_envs_cache
 
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        disable_envs_cache()  # that engine has made upstream remember what it was
+        disable_envs_cache()  # the running engine has made upstream cache the variables
     from vllm.distributed.device_communicators import shm_broadcast
 
-    # Who waits for another process must not keep a core from it.
+    # A process that waits for another one must not occupy the core that the other one needs.
     waits = mock.patch.object(shm_broadcast, "sched_yield", lambda: time.sleep(1e-3))
     with mock.patch.dict(os.environ, environment), waits, models_inspected_here():
         yield from _running(folder, settings)
 
 
 def small_pool() -> dict[str, str]:
-    """The variable for a pool on the CPU whose pages are made in no time."""
+    """Return the variable for a pool on the CPU that is small enough to be made at once."""
     name = "VLLM_ACTIVATION_POOL_SIZE_BYTES"
     is_given = name in os.environ or torch.cuda.is_available()
     return {} if is_given else {name: str(POOL_BYTES)}
 
 
 def models_inspected_here() -> AbstractContextManager[Any]:
-    """Upstream looks at a model of its own in this process, and starts none that imports it all."""
+    """Make upstream inspect a model in this process, instead of one that imports everything."""
     from vllm.model_executor.models import registry
 
     return mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
 
 
 def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
-    torch.set_num_threads(1)  # many threads on tiny matrices only wait for each other
+    torch.set_num_threads(1)  # more threads only wait for each other on tiny matrices
     with quick():
         engine = Engine(folder, **settings)
     try:
@@ -174,7 +176,7 @@ def _running(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Without upstream's six collections of garbage, slower than all else, and without freezes."""
+    """Disable the garbage collections and freezes of upstream, which take most of a start."""
     freeze_imports()
     with (
         mock.patch.object(gc, "collect"),
@@ -186,7 +188,7 @@ def quick() -> Iterator[None]:
 
 @cache
 def freeze_imports() -> None:
-    """The collector need not look at upstream's modules after every engine."""
+    """Exclude upstream's modules from garbage collection, which runs after every engine."""
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
 
@@ -198,7 +200,7 @@ def freeze_imports() -> None:
 
 @cache
 def freeze_caches() -> None:
-    """The collector need not look at what upstream keeps from the first engine, either."""
+    """Exclude the objects that upstream caches for the first engine from garbage collection."""
     gc.freeze()
 
 
@@ -230,21 +232,21 @@ def to_answer(output: Any) -> Response:
 
 
 def start(engine: Engine, name: str, ask: Request) -> str:
-    """Queue a request; returns the engine's own id of it."""
+    """Queue a request and return its id in the engine."""
     prompt: Any = {"prompt_token_ids": ask.prompt}
     req_id = str(engine.llm.llm_engine.add_request(name, prompt, sampling_params(ask)))
-    if engine.scheduler.last_usage is None:  # a first step tells only what memory there is
+    if engine.scheduler.last_usage is None:  # the first step only reports the memory
         engine.llm.llm_engine.step()
     return req_id
 
 
 def step(engine: Engine) -> dict[str, Response]:
-    """The answers that ended in one step, by name."""
+    """Run one step and return the responses that ended in it, by name."""
     return {o.request_id: to_answer(o) for o in engine.llm.llm_engine.step() if o.finished}
 
 
 def finish(engine: Engine) -> dict[str, Response]:
-    """Step until all requests have ended; their answers by name."""
+    """Step until all requests have ended, and return their responses by name."""
     answers: dict[str, Response] = {}
     while engine.llm.llm_engine.has_unfinished_requests():
         answers |= step(engine)
@@ -252,21 +254,21 @@ def finish(engine: Engine) -> dict[str, Response]:
 
 
 def as_request(prompt: list[int], ignore_eos: bool = True, **parameters: Any) -> Request:
-    """The same parameters as a reference run takes; by default for the whole canvas."""
+    """Return a request with the parameters of a reference run, by default for the whole canvas."""
     return Request(prompt, {"ignore_eos": ignore_eos, **parameters})
 
 
 def clear_cases(
     model: LogitModel, table: Sequence[tuple[int, dict[str, Any]]]
 ) -> tuple[list[Request], list[Run]]:
-    """Requests of prompt lengths and parameters, and what the reference makes of them."""
+    """Return requests for pairs of prompt length and parameters, and their reference runs."""
     cases = [(clear_case(model, length, **parameters), parameters) for length, parameters in table]
     asks = [as_request(prompt, **parameters) for (prompt, _), parameters in cases]
     return asks, [wanted for (_, wanted), _ in cases]
 
 
 def speculating(asks: Iterable[Request], most: int) -> list[Request]:
-    """The same requests, with so many drafts a forward."""
+    """Return the same requests with up to `most` drafts per forward pass."""
     return [
         Request(a.prompt, {**a.extra, "num_speculative_states": most}, a.sampling) for a in asks
     ]
@@ -275,7 +277,7 @@ def speculating(asks: Iterable[Request], most: int) -> list[Request]:
 def record(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
 ) -> list[Any]:
-    """A list of what `note` makes of every call's result and arguments, from now on."""
+    """Return a list that receives `note(result, *arguments)` for every later call."""
     results: list[Any] = []
     function = getattr(owner, name)
 
@@ -289,21 +291,21 @@ def record(
 
 
 def rows_of_launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that takes the rows of every step from now on."""
+    """Return a list that receives the number of rows of every later step."""
     return record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch.num_rows)
 
 
 def assert_parity(
     engine: Engine, model: LogitModel, prompt_length: int, parameters: dict[str, Any]
 ) -> None:
-    """A request of `parameters` gives the reference's canvas with as many forwards."""
+    """Check that a request with `parameters` gives the reference's canvas and number of steps."""
     prompt, wanted = clear_case(model, prompt_length, **parameters)
     (answer,) = engine.ask(as_request(prompt, **parameters))
     assert_alike(answer, wanted)
 
 
 def assert_alike(answer: Response, wanted: Run) -> None:
-    """The answer is the reference's canvas, with a step for each of its forwards."""
+    """Check that the response is the reference's canvas, with one step per forward pass of it."""
     both = zip(answer.token_ids, wanted.ids, wanted.decided_at, strict=False)
     differ = [step for actual, token, step in both if actual != token]
     assert answer.token_ids == wanted.ids, f"first difference at forward {min(differ, default=0)}"
@@ -312,7 +314,7 @@ def assert_alike(answer: Response, wanted: Run) -> None:
 
 
 def refusal_error() -> Any:
-    """What upstream turns into a 400."""
+    """Return the exception that upstream turns into status 400."""
     from vllm.exceptions import VLLMValidationError
 
     return VLLMValidationError
@@ -324,7 +326,7 @@ def assert_decoded(answers: Sequence[Response], wanted: Sequence[Run]) -> None:
 
 
 def record_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The requests of every step from now on."""
+    """Return a list that receives the ids of the requests in every later step."""
     return record(monkeypatch, engine.runner, "launch", lambda _, req_ids: list(req_ids))
 
 
@@ -333,7 +335,7 @@ def tokens(answers: list[Response]) -> list[tuple[list[int], int | None]]:
 
 
 def record_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, StepUsage]]:
-    """The plan and the measured memory of every step from now on."""
+    """Return a list that receives the plan and the measured memory of every later step."""
     results: list[tuple[Plan, StepUsage]] = []
     planned = record(monkeypatch, engine.runner.planner, "plan", lambda plan, *_: plan)
     execute = engine.loop.execute
@@ -366,11 +368,11 @@ class Lines(logging.Handler):
 
 
 def logged(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
-    """Levels and texts of what a call logs."""
+    """Return the levels and texts of the messages that a call logs."""
     function, *given = call
     lines, level = Lines(), logger.level
     logger.addHandler(lines)
-    logger.setLevel(logging.DEBUG)  # whatever the environment says of all loggers
+    logger.setLevel(logging.DEBUG)  # regardless of the level that the environment sets
     try:
         function(*given)
     finally:

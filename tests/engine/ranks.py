@@ -29,12 +29,12 @@ WAIT_S = 60.0
 
 
 def cannot_fail() -> Agreement:
-    """Of ranks that cannot go on after one of them has failed."""
+    """Return an agreement of ranks that cannot continue after one of them has failed."""
     return Agreement(mock.Mock(can_reset=False))
 
 
 class ThreadExchange:
-    """Where threads leave what the others take."""
+    """The place where each thread leaves a value for the other threads."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=WAIT_S)
@@ -42,7 +42,10 @@ class ThreadExchange:
 
 
 class ThreadPeers:
-    """`RankGroup` of threads; all meet in every call, and one that does not come breaks it."""
+    """A `RankGroup` of threads.
+
+    All threads meet in every call; a missing one breaks the barrier.
+    """
 
     def __init__(self, rank: int, exchange_point: ThreadExchange) -> None:
         self.rank, self.size, self._exchange_point = rank, len(exchange_point.left), exchange_point
@@ -77,11 +80,11 @@ class ThreadPeers:
         return min(self._swap(number))
 
     def join_board(self) -> None:
-        """Threads cannot fail alone."""
+        """Do nothing, because a thread cannot fail alone."""
 
 
 class Ranked:
-    """Loops and runners of all ranks in place of one; the first one's results count."""
+    """The loops and runners of all ranks in place of one. The results of the first rank count."""
 
     def __init__(self, runner: DiffusionModelRunner, size: int) -> None:
         exchange_point = ThreadExchange(size)
@@ -116,7 +119,7 @@ class Ranked:
         return self.peers[0].num_exchanges
 
     def are_idle(self) -> bool:
-        """No rank has kept anything."""
+        """Return whether no rank holds canvases, frames or memory outside of its pages."""
         return not any(
             r.canvases or r.pool.has_frame or r.pool.used_bytes > r.caches.reserved_bytes
             for r in self.runners
@@ -124,7 +127,7 @@ class Ranked:
 
 
 def fail_once(worker: Any, error: str) -> None:
-    """The second rank fails in a layer of the next step, while the first one waits for it."""
+    """Make the second rank fail in a layer of the next step, while the first one waits for it."""
     from vllm.diffusion.memory import PoolExhaustedError
 
     runner = worker.worker.model_runner
@@ -144,7 +147,7 @@ def fail_once(worker: Any, error: str) -> None:
 def ranked(
     folder: Path, size: int, min_tokens: int = 0, **settings: Any
 ) -> Iterator[tuple[Engine, Ranked]]:
-    """An engine whose steps of so many rows are divided over threads."""
+    """Start an engine that divides steps of at least `min_tokens` rows over threads."""
     division = Settings(sequence_parallel_size=size, sequence_parallel_min_tokens=min_tokens)
     with (
         mock.patch.object(sizes, "settings_of", lambda _: division),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that come, go and are aborted, with pages that are watched meanwhile."""
+"""Runs requests that arrive and are aborted at given steps, and checks cached pages meanwhile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 
 
 class Published:
-    """Pages that others may find must never change; looked at after every step."""
+    """Checks after every step that pages with a hash, which others may use, never change."""
 
     def __init__(self, engine: Engine) -> None:
         self._pool = engine.scheduler.paging.manager.block_pool
@@ -32,7 +32,7 @@ class Published:
         self._known = now
 
     def _pages_of(self, layer: int) -> torch.Tensor:
-        """[P, 2 * PAGE_SIZE, KV, hd]: the keys, then the values of each page."""
+        """Return keys and values of each page, [P, 2 * PAGE_SIZE, KV, hd], the keys first."""
         last_values = self._store.values(layer)[-PAGE_SIZE:]
         rows = torch.cat([self._store.keys(layer), last_values])
         return rows.view(self._store.num_pages, 2 * PAGE_SIZE, *rows.shape[1:])
@@ -41,9 +41,11 @@ class Published:
 def run_schedule(
     engine: Engine, schedule: Sequence[tuple[int, Request, int | None]]
 ) -> dict[int, Response]:
-    """Answers of those that were not aborted, by their place.
+    """Run a schedule and return the responses of requests that were not aborted, by their index.
 
-    Each is asked so many steps after the one before, and aborted so many after that, if at all.
+    An entry is (delay, request, abort_after). The delay is a number of steps after the arrival of
+    the previous request. The request is aborted `abort_after` steps after its arrival, or never if
+    None.
     """
     upstream, published = engine.llm.llm_engine, Published(engine)
     waiting, aborts, answers = list(enumerate(schedule)), dict[str, int](), dict[int, Response]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every algorithm with every cache and family: tokens and forwards of its published loop."""
+"""Every algorithm, with every cache and family, gives the tokens of its published loop."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ from vllm.diffusion.request.algorithms import ALGORITHMS
 
 CASES = ("mha", "dream", "moe")
 
-# (algorithm, parameters) that work with every cache of blocks.
+# These pairs of algorithm and parameters work with every cache of blocks.
 BLOCKWISE: list[dict[str, Any]] = [
     {"algorithm": "semi_ar", "steps": 16},
     {"algorithm": "semi_ar", "steps": 4},
@@ -149,7 +149,7 @@ EVERYTHING = [
 
 @pytest.fixture(scope="module")
 def together(pair: Pair) -> dict[str, tuple[Response, golden.Run]]:
-    """What one batch of all cases gives, and what their published loops do."""
+    """Return the responses to all cases in one batch, and the runs of their published loops."""
     _, engine, model = pair
     asks, wanted = clear_cases(model, [(PROMPT_LENGTH, parameters) for parameters in EVERYTHING])
     answers = zip(engine.ask(*asks), wanted, strict=True)
@@ -164,14 +164,14 @@ def test_every_algorithm_cache_and_parameter(
 
 
 def test_a_request_alone(pair: Pair) -> None:
-    """One of every algorithm, which has no neighbours in its steps."""
+    """Requests give the reference's tokens when each of them runs without neighbours."""
     _, engine, model = pair
     for parameters in {parameters["algorithm"]: parameters for parameters in EVERYTHING}.values():
         assert_parity(engine, model, PROMPT_LENGTH, parameters)
 
 
 def test_a_batch_of_everything(pair: Pair) -> None:
-    """Neighbours with other algorithms, caches, guidance and seeds change nothing."""
+    """Neighbours with other algorithms, caches, guidance and seeds do not change a request."""
     _, engine, model = pair
     asks, canvases = [], []
     blockwise = [
@@ -190,9 +190,9 @@ def test_a_batch_of_everything(pair: Pair) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight requests at a time, with more drafts or fewer: tokens and steps are the loop's.
+    """Eight requests with drafts give the tokens and steps of the loops, for any number of drafts.
 
-    Each family has another cache with the same parameters.
+    Each family uses another cache with the same parameters.
     """
     case, engine, model = pair
     monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
@@ -218,7 +218,7 @@ def test_guesses_change_nothing(pair: Pair, ahead: bool, monkeypatch: pytest.Mon
 
 
 def test_random_entropies(pair: Pair) -> None:
-    """d3LLM on LLaDA may rank by random numbers; on Dream that is refused."""
+    """d3LLM may rank by random numbers with LLaDA, and is refused with Dream."""
     case, engine, model = pair
     parameters = {**MULTI, "threshold": 0.3, "remasking": "random", "seed": 12}
     if case == "dream":
@@ -228,7 +228,7 @@ def test_random_entropies(pair: Pair) -> None:
         assert_parity(engine, model, PROMPT_LENGTH, parameters)
 
 
-# Parameters, and for each family the prompt whose run commits EOS before masks of the answer.
+# Parameters, and the prompt of each family for which EOS is committed before earlier masks.
 EARLY_STOPS: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({**MULTI, "threshold": 1.5}, {"mha": 5, "dream": 29, "moe": 24}),
     (
@@ -246,7 +246,7 @@ EARLY_STOPS: list[tuple[dict[str, Any], dict[str, int]]] = [
     ("parameters", "seeds"), EARLY_STOPS, ids=[name_of(parameters) for parameters, _ in EARLY_STOPS]
 )
 def test_early_stop(pair: Pair, parameters: dict[str, Any], seeds: dict[str, int]) -> None:
-    """The answer up to its end is the reference's, and differs from the one without early stop."""
+    """With `early_stop`, the answer up to EOS is the reference's, which differs without it."""
     case, engine, model = pair
     prompt = random_prompt(PROMPT_LENGTH, seeds[case])
     wanted = golden.run(model, prompt, early_stop=True, **parameters)
@@ -262,14 +262,14 @@ def test_early_stop(pair: Pair, parameters: dict[str, Any], seeds: dict[str, int
     assert answer.token_ids == wanted.ids[:end]
     assert answer.num_forwards is not None
     assert answer.num_forwards <= wanted.num_forwards
-    # Nobody stops a request whose end-of-sequence token is to be ignored.
+    # A request with `ignore_eos` does not stop early.
     (whole,) = engine.ask(as_request(prompt, early_stop=True, **parameters))
     if without.is_clear:
         assert whole.token_ids == without.ids
 
 
 def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> None:
-    """Whatever is asked for ends, and no mask comes back."""
+    """Every algorithm ends, and no answer contains a mask token."""
     settings = [{**FOUR_BLOCKS, **parameters} for parameters in BLOCKWISE] + OTHERS + NOISY
     settings += [{**FOUR_BLOCKS, **parameters, "cache": "dual"} for parameters in BLOCKWISE]
     with running(checkpoint("predicts_mask")) as engine:

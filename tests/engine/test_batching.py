@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's tokens depend neither on its neighbours nor on how a step is cut into chunks."""
+"""The tokens of a request depend neither on its neighbours nor on the chunks of a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from tests.reference.golden import Run
 from tests.reference.models import LLaDAReference
 
 SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
-# Prompt length and parameters of the requests that share their steps.
+# Prompt lengths and parameters of requests that share steps.
 MIXED: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),
     (5, {**BLOCKS, "steps": 32}),
@@ -46,7 +46,7 @@ def mixed(model: LLaDAReference) -> tuple[list[Request], list[Run]]:
 
 
 def run_staggered(engine: Engine, asks: Sequence[Request], steps_between: int) -> list[Response]:
-    """Send a request every few steps while the others run."""
+    """Send the requests `steps_between` steps apart and return their responses."""
     upstream = engine.llm.llm_engine
     waiting = list(enumerate(asks))
     answers: dict[str, Response] = {}
@@ -70,7 +70,7 @@ def test_a_mixed_batch_equals_each_alone(
     assert_decoded([engine.ask(ask)[0] for ask in asks], wanted)
     steps = record_steps(engine, monkeypatch)
     assert_decoded(engine.ask(*asks), wanted)
-    assert len(steps[0]) == len(asks)  # they did share steps
+    assert len(steps[0]) == len(asks)  # the requests share the first step
     assert len(steps) == max(w.num_forwards for w in wanted)
     assert_decoded(engine.ask(*reversed(asks)), wanted[::-1])
     assert engine.is_idle()
@@ -92,7 +92,7 @@ def test_requests_join_and_leave_at_any_step(
 def test_what_has_not_changed_is_not_found_out_again(
     engine: Engine, mixed: tuple[list[Request], list[Run]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's plan is found anew when a request comes, ends or reads other rows."""
+    """The planner searches again only when a request arrives, ends or reads other rows."""
     asks, wanted = mixed
     planner = engine.runner.planner
     before = planner.num_found
@@ -123,7 +123,7 @@ def test_force_single_batch_shares_no_step(
     actual = {req_id for step in steps for req_id in step}
     lone = sorted(actual, key=lambda req_id: int(req_id.split("-")[0]))[2]  # ids ascend
     assert [step for step in steps if lone in step] == [[lone]] * wanted[2].num_forwards
-    assert max(len(step) for step in steps) == 4  # the others do not wait for it
+    assert max(len(step) for step in steps) == 4  # the other requests do not wait
 
 
 def test_an_abort_in_the_middle_leaves_the_others_alone(
@@ -161,7 +161,7 @@ def test_chunked_steps_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
     keep_queries: bool,
 ) -> None:
-    """Chunk sizes that divide nothing, so that chunks cross sequences and requests."""
+    """Chunks whose sizes divide no length cross sequences and requests without changing a token."""
     from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
     plan = Plan(Residency(keep_queries), ChunkRows(17, 11, 7, 3))
@@ -171,7 +171,7 @@ def test_chunked_steps_give_the_same_tokens(
 
 
 def test_answers_grow_by_finished_prefixes(engine: Engine, model: LLaDAReference) -> None:
-    """What was sent once never changes, and it is the canvas before its first masked position."""
+    """A streamed prefix never changes, and reaches up to the first masked position."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     upstream = engine.llm.llm_engine
     start(engine, "growing", as_request(prompt, **BLOCKS))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-causal families in the engine give the tokens of the published loops, which keep nothing.
+"""Block-causal families give the tokens of the published loops, which have no cache.
 
-Alone and in mixed batches of different prompts, block lengths and phases; with exact keys and
-values and with full recompute; a finished block stored with the next one or apart.
+Requests run alone and in mixed batches of different prompts, block lengths and phases. They run
+with exact keys and values and with full recompute, and with a finished block stored alone or
+together with the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +30,14 @@ from vllm.diffusion.request.algorithms import algorithms_for
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})
 ROW_BUDGET = 100
-NUM_PAGES = 13  # upstream keeps one of them
+NUM_PAGES = 13  # one of them is reserved by upstream
 
 
 class Wanted(NamedTuple):
     ask: Request
     answer: list[int]
     num_forwards: int
-    is_whole: bool  # the answer ends with a block
+    is_whole: bool  # the answer ends at the end of a block
 
 
 class Loop(NamedTuple):
@@ -130,7 +131,7 @@ def bounded(loop: Loop, budget: int) -> Loop:
 
 
 def unedited(loop: Loop) -> Loop:
-    """The same loop where nothing proposes to delete or to insert."""
+    """Return the same loop without proposals to delete or to insert."""
     draw = block_loops.Draw(scores_all=True, never=(DELETE_ID, SPLIT_ID))
     return loop._replace(options={**loop.options, "draw": draw})
 
@@ -168,7 +169,8 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
         (40, 8, 24, unedited(dynamic(8, 0.4))),
         (130, 16, 21, unedited(paced("semi_ar", "static", 8))),
         (5, 8, 32, unedited(dynamic(8, 0.9))),
-        (5, 8, 32, unedited(joint(0.6, 0.3, 2))),  # where what edits has no share, others change
+        # Requests without edits share their steps with requests that edit.
+        (5, 8, 32, unedited(joint(0.6, 0.3, 2))),
     ],
     "nemotron": [
         (20, 8, 24, seeded(0.5)),
@@ -196,7 +198,7 @@ CASES: dict[str, list[tuple[int, int, int, Loop]]] = {
 
 
 def wanted_of(folder: Path, name: str) -> list[Wanted]:
-    """Requests whose reference runs are decided by more than rounding."""
+    """Return requests whose reference runs do not depend on rounding."""
     model, wanted = load_reference(folder), []
     for length, block_length, gen_length, loop in CASES[name]:
         lengths = {"block_length": block_length, "gen_length": gen_length}
@@ -204,7 +206,8 @@ def wanted_of(folder: Path, name: str) -> list[Wanted]:
         run = partial(searched, model, load_reference(folder, torch.float64), length, loop, lengths)
         actual = golden.written(model, key, run)
         ask = Request(random_prompt(length, actual["prompt_seed"]), {**lengths, **loop.asked})
-        end = len(actual["answer"]) + (0 if name == "nemotron" else length)  # where its grid begins
+        # The grid of blocks begins after the prompt for Nemotron, and at position 0 otherwise.
+        end = len(actual["answer"]) + (0 if name == "nemotron" else length)
         is_whole = end % block_length == 0
         wanted.append(Wanted(ask, actual["answer"], actual["num_forwards"], is_whole))
     return wanted
@@ -213,7 +216,7 @@ def wanted_of(folder: Path, name: str) -> list[Wanted]:
 def searched(
     single: Any, double: Any, length: int, loop: Loop, lengths: dict[str, int]
 ) -> dict[str, Any]:
-    """The first prompt whose run is the same in single and in double precision."""
+    """Search the first prompt whose run is the same in single and in double precision."""
     options = {**lengths, **loop.options, "mask_id": MASK_ID, "stop_ids": STOP_IDS}
     for seed in range(40):
         try:
@@ -249,12 +252,12 @@ def run_ahead(worker: Any) -> None:
     worker.worker.loop.runs_ahead = True
 
 
-# First in this file: where no other engine is there yet, its ranks are forked.
+# This test is the first one of the file, because ranks are only forked if no engine ran before.
 @pytest.mark.parametrize("name", ["llada2", "llada22", "nemotron"])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Both ranks keep the same pages, and take the same steps, half of the requests ahead.
+    """Both ranks keep the same pages and take the same steps. Half of the requests run ahead.
 
-    Every second request is enough, as rules and pages know nothing of ranks.
+    Every second request is enough, because rules and pages do not depend on ranks.
     """
     folder = checkpoint(name)
     wanted = wanted_of(folder, name)[::2]
@@ -271,7 +274,7 @@ def test_two_ranks(name: str, checkpoint: Callable[[str], Path]) -> None:
 
 @pytest.fixture(scope="module", params=list(CASES))
 def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Any:
-    """An engine with few pages and rows, and what is wanted of it."""
+    """Start an engine with few pages and rows, and return it with the expected answers."""
     folder = checkpoint(request.param)
     wanted = wanted_of(folder, request.param)
     with running(
@@ -281,7 +284,10 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
 
 
 def same(answers: Sequence[Response], wanted: Sequence[Wanted]) -> None:
-    """The loops decode the last block to its end, the engine as far as the answer reaches."""
+    """Check answers and steps.
+
+    A loop finishes its last block; the engine stops at the answer's end.
+    """
     assert [answer.token_ids for answer in answers] == [case.answer for case in wanted]
     for answer, (_, _, num_forwards, is_whole) in zip(answers, wanted, strict=True):
         assert answer.num_steps is not None
@@ -295,14 +301,14 @@ def with_cache(wanted: Sequence[Wanted], cache: str) -> list[Request]:
 
 
 def mixed(wanted: Sequence[Wanted]) -> list[Request]:
-    """The requests with exact keys and with full recompute in turn."""
+    """Return the requests, alternating between exact keys and full recompute."""
     asks = with_cache(wanted, "exact")
     asks[1::2] = with_cache(wanted, "none")[1::2]
     return asks
 
 
 def test_alone(served: tuple[Engine, list[Wanted]], fuses: bool) -> None:
-    """Half of the requests with blocks fused, half without, each half with both caches."""
+    """Requests give the loop's tokens alone: half of them with blocks fused, the others without."""
     engine, wanted = served
     half = wanted[fuses::2]
     same([engine.ask(ask)[0] for ask in mixed(half)], half)
@@ -313,7 +319,10 @@ def test_in_mixed_batches(
     fuses: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ahead where blocks are fused; `test_exact_cache.py` has all four combinations."""
+    """Batches give the loop's tokens with fused blocks and running ahead, or with neither.
+
+    `test_exact_cache.py` has all four combinations.
+    """
     engine, wanted = served
     monkeypatch.setattr(engine.loop, "runs_ahead", fuses)
     if fuses:
@@ -325,7 +334,7 @@ def test_in_mixed_batches(
 
 
 def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
-    """Steps that do not fit as a whole; windows of the router are not cut."""
+    """Steps that do not fit as a whole are cut into chunks, but not within a router's window."""
     engine, wanted = served
     runner, planner = engine.runner, engine.runner.planner
     budget = runner.pool.budget_bytes
@@ -337,7 +346,7 @@ def test_in_chunks(served: tuple[Engine, list[Wanted]]) -> None:
 
 
 def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]]) -> None:
-    """Also where the last block is longer than the answer."""
+    """Every token has a finite logprob, even if the last block is longer than the answer."""
     engine, wanted = served
     asks = [Request(ask.prompt, ask.extra, {"logprobs": 0}) for ask, *_ in wanted]
     for output, case in zip(engine.outputs(*asks), wanted, strict=True):
@@ -352,9 +361,9 @@ def test_tokens_that_moved_have_probabilities(served: tuple[Engine, list[Wanted]
 def test_guesses_change_nothing(
     served: tuple[Engine, list[Wanted]], most: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where requests are preempted, as there are few pages, and prompts come in parts.
+    """Drafts do not change tokens, even with preempted requests and prompts in several parts.
 
-    Steps run ahead where blocks are stored apart; `test_in_mixed_batches` has the other two ways.
+    Steps run ahead where blocks are stored alone; `test_in_mixed_batches` has the other two cases.
     """
     engine, wanted = served
     monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", "0" if ahead else "1")

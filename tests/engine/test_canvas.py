@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request between two steps: what stands before the next launch, and what is told after it."""
+"""Tests a request between two steps: its next forward pass, and the report about its commits."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ PROMPT = [2 + i % 90 for i in range(8)]
 
 
 def canvas(family: Family, **parameters: Any) -> Canvas:
-    """A request of 8 positions and 16 masked ones."""
+    """Return the canvas of a request with 8 prompt positions and 16 masked positions."""
     ids = SpecialIds(mask=MASK, eos=EOS, eot=None, stop=frozenset({EOS}))
     model = ServedModel(family=family, ids=ids, max_model_len=4096, vocab_size=96)
     parameters = {"gen_length": 16, "block_length": 4, "seed": 0, **parameters}
@@ -34,7 +34,7 @@ def canvas(family: Family, **parameters: Any) -> Canvas:
 
 
 class TorchCalls(TorchFunctionMode):
-    """Notes the functions of torch that are called."""
+    """Records the names of the torch functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class TorchCalls(TorchFunctionMode):
 
 @pytest.mark.parametrize("algorithm", ["low_confidence_dynamic", "semi_ar", "joint_threshold"])
 def test_no_tensors_stand_between_candidates_and_the_next_launch(algorithm: str) -> None:
-    """There may be hundreds of requests, and a tensor costs many times what an array does."""
+    """A tensor costs far more than an array, and there may be hundreds of requests."""
     _, keys = store_with(24, 24)
     made = [canvas(SDAR, algorithm=algorithm, cache="exact") for _ in keys]
     for one, cache in zip(made, keys, strict=True):
@@ -88,7 +88,7 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
     made, seen = canvas(SDAR, algorithm="semi_ar", steps_per_block=4, cache="exact"), []
     made.assign(keys, 8)
     for step in range(6):
-        if step == 5:  # its pages were taken away, and others hold less
+        if step == 5:  # its pages were taken away, and the new pages hold fewer positions
             made.assign(keys, 4)
         rows = made.measure_next_forward().rows
         target, window = made.next_forward()
@@ -99,7 +99,7 @@ def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None
 
 
 def test_a_report_tells_what_the_commit_left_whatever_is_filled_before_it() -> None:
-    """The next step, for which `early_stop` fills the canvas, is launched before the report."""
+    """A report lacks the tokens with which `early_stop` fills the canvas for the next step."""
     parameters = {"algorithm": "local_leap", "early_stop": True, "stream_canvas": True}
     made = canvas(LLADA, **parameters, threshold=0.5)
     positions = made.begin().eligible
@@ -124,7 +124,7 @@ def test_a_report_tells_of_all_commits_since_the_one_before() -> None:
 
 
 def test_a_canvas_tells_what_guesses_have_committed() -> None:
-    """The first commit of a round is a forward's own, whatever follows before the report."""
+    """The first commit of a report comes from the forward pass itself, later ones from drafts."""
     parameters = {
         "block_length": 1,
         "steps": 16,
@@ -144,7 +144,7 @@ def test_a_canvas_tells_what_guesses_have_committed() -> None:
 
 
 def test_a_token_keeps_the_probability_with_which_it_was_committed() -> None:
-    """Also where a rule that edits asks for another one and leaves it."""
+    """A token keeps its probability if an editing rule proposes another token and rejects it."""
     made = canvas(SDAR, algorithm="joint_threshold", stream_canvas=True, editing_threshold=0.8)
     for tokens, scores in (([7] * 4, [0.99] * 4), ([5] * 4, [0.9, 0.6, 0.6, 0.6])):
         positions, logprobs = made.begin().eligible, np.log(scores)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and gathers of GPUs that read each other: bits, graphs, and a rank that fails."""
+"""Sums and gathers of GPUs that read each other's memory: exact bits, graphs, a failing rank."""
 
 import os
 import sys
@@ -20,13 +20,13 @@ BUFFER_BYTES = 1 << 16
 
 
 def numbers(*shape: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """What a rank has: every rank knows that of all."""
+    """Return the numbers of a rank, which every rank can compute."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(shape, generator=generator).to(dtype).cuda()
 
 
 def check_sums(ranks: CardCollectives, rank: int, size: int, dtype: torch.dtype) -> None:
-    """In one part and in several, and in a graph after sums outside of it, odd and even."""
+    """Check sums in one part and in several parts, and in a graph after 0 to 4 other calls."""
     scratch = FreshBuffers(torch.device("cuda"))
     for rows in (1, 7, 64, 300):
         parts = [numbers(rows, 264, rank=other, dtype=dtype) for other in range(size)]
@@ -55,7 +55,7 @@ def check_sums(ranks: CardCollectives, rank: int, size: int, dtype: torch.dtype)
 
 
 def check_failure(ranks: CardCollectives, board: HostBoard, rank: int, size: int) -> None:
-    """The others leave the first rank waiting in kernels; then all go on."""
+    """Make all ranks but the first fail while the first one waits in kernels; then all continue."""
     agreement = Agreement(ranks, board=board)
     x = torch.ones(64, 256, device="cuda")
     for _ in range(3):
@@ -84,9 +84,10 @@ def run_rank() -> None:
     ranks = CardCollectives(group, board, device, BUFFER_BYTES)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check_sums(ranks, rank, size, dtype)
-    large = numbers(300, 264, rank=rank, dtype=torch.float32)  # by the process group
+    # This is larger than the buffer, so the process group gathers it.
+    large = numbers(300, 264, rank=rank, dtype=torch.float32)
     assert torch.equal(ranks.gather(large)[rank], large)
-    few = torch.full((3,), float(rank + 1), device=device)  # no whole vector
+    few = torch.full((3,), float(rank + 1), device=device)  # less than a vector of 16 bytes
     assert ranks.sum(few).tolist() == [sum(range(1, size + 1))] * 3
     check_failure(ranks, board, rank, size)
     distributed.destroy_process_group()

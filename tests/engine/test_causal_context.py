@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A causal context in pages: shared whatever the blocks, lost and computed again, read once."""
+"""A causal context in pages is shared between block lengths, and computed again if it is lost."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from tests.reference.models import load_reference
 from vllm.diffusion.engine.scheduler.paging import Paging
 
 ROW_BUDGET = 40
-NUM_PAGES = 8  # upstream keeps one of them
+NUM_PAGES = 8  # one of them is reserved by upstream
 SHARED = random_prompt(130, seed=99)
 
 
@@ -85,7 +85,7 @@ def test_pages_are_shared_whatever_the_blocks(engine: Engine, wanted: list[Respo
     same(engine.ask(*ASKS[:4]), wanted[:4])
 
 
-# Six that grow from one page to two, where seven are free.
+# Six requests grow from one page to two, and only seven pages are free.
 LARGE = [
     ask(random_prompt(60, seed), name, block_length=9, gen_length=30)
     for seed, name in enumerate(("low_confidence_dynamic", "self_speculation", "autoregressive"))
@@ -112,7 +112,7 @@ def test_who_loses_its_pages_goes_on_where_it_was(
 
 
 def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
-    """Whose rows are all sampled: they are not kept before, however the context is cut."""
+    """A forward pass over a part of the context has no rows of a draft, which are all sampled."""
     one = ask(random_prompt(50, 7), "self_speculation", block_length=16, gen_length=30)
     (alone,) = engine.ask(uncached(one))
     start(engine, "a", one)
@@ -140,7 +140,7 @@ def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
 def test_any_schedule_gives_the_same_tokens(
     engine: Engine, wanted: list[Response], schedule: list[Any], ahead: bool
 ) -> None:
-    """Prefixes are shared while requests come, go and are aborted; published pages never change."""
+    """Requests that share prefixes, arrive and are aborted do not change tokens or cached pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.loop, "runs_ahead", ahead)
         answers = run_schedule(engine, [(delay, ASKS[n], end) for delay, n, end in schedule])
@@ -152,7 +152,7 @@ def test_any_schedule_gives_the_same_tokens(
 
 @pytest.mark.parametrize("block_length", [2, 8, 32])
 def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -> None:
-    """With penalties that both can have, and with logits that forbid tokens."""
+    """Self-speculation gives the autoregressive tokens, also with `logit_bias` and `min_tokens`."""
     drafted = {"algorithm": "self_speculation", "block_length": block_length}
     asks = [
         Request(random_prompt(20 + seed, seed), {"gen_length": 33, **more, **extra})
@@ -164,7 +164,7 @@ def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -
 
 
 def test_a_seed_is_delivered_before_the_next_one(engine: Engine) -> None:
-    """Where several are decided at once, too."""
+    """A seed token is delivered before the next one, even if a step decides several tokens."""
     one = ask(random_prompt(9), "low_confidence_dynamic", block_length=1, gen_length=7)
     one.extra["max_tokens"] = 2
     assert [answer.num_steps for answer in engine.ask(one, one)] == [2, 2]
@@ -197,7 +197,7 @@ RANK, ALPHA = 4, 16
 
 
 def add_adapter(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write a LoRA into the folder of a checkpoint; what it adds to each matrix, by its name."""
+    """Write a LoRA into the folder of a checkpoint and return its delta of each matrix by name."""
     generator, tensors, added = torch.Generator().manual_seed(5), {}, {}
     width = config["num_attention_heads"] * config["head_dim"]
     for layer in range(config["num_hidden_layers"]):
@@ -216,7 +216,7 @@ def add_adapter(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]
 
 
 def drafted(plain: Any, adapted: Any, tokens: Sequence[int], num_causal: int) -> torch.Tensor:
-    """Logits of a block whose rows are computed with the adapter, behind a context without it."""
+    """Return the logits of a block computed with the adapter, after a context without it."""
     ids, context = torch.tensor([list(tokens)]), range(num_causal)
     sees = torch.ones(num_causal, num_causal, dtype=torch.bool).tril()
     _, past = plain.forward_with_kv(ids[:, :num_causal], context, None, sees)
@@ -229,7 +229,7 @@ def drafted(plain: Any, adapted: Any, tokens: Sequence[int], num_causal: int) ->
 def test_drafts_are_made_with_the_adapter_beside_the_weights(
     num_ranks: int, tmp_path: Path
 ) -> None:
-    """It changes how much is confirmed, and no token; others share the step without it."""
+    """The adapter changes how many drafts are accepted, but no token, also with other requests."""
     folder = make_case(tmp_path / "nemotron", "nemotron")
     plain = load_reference(folder)
     added = add_adapter(folder, plain.config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parity on every kind of checkpoint, one engine after the other."""
+"""Every kind of checkpoint gives the reference's tokens, with one engine after the other."""
 
 from collections.abc import Callable
 from pathlib import Path

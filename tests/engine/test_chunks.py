@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks, head groups and rows in host memory change no token, and take what was predicted."""
+"""Chunks, head groups and rows in host memory change no token and use the predicted memory."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ FAMILIES = ["gqa", "bias", "dream", "moe_dense_mix"]
 def whole(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]
 ) -> Iterator[tuple[Engine, list[tuple[list[int], int | None]]]]:
-    """An engine, and what it answers without chunks."""
+    """Start an engine and return it with its answers without chunks."""
     with running(checkpoint(request.param)) as engine:
         wanted = tokens(engine.ask(*mixed_asks()))
         assert all(len(ids) == 16 for ids, _ in wanted)
@@ -51,9 +51,9 @@ def test_a_mixed_batch_gives_the_same_tokens(
 def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
     whole: tuple[Engine, list[tuple[list[int], int | None]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What PyTorch has cached for a step stays with it until its `temporaries` are over."""
+    """PyTorch's cached memory is freed before the `temporaries` of a step, not within them."""
     (engine, _), given_back = whole, list[tuple[str, bool]]()
-    pool, account, is_within = engine.runner.pool, engine.runner._account, [False]
+    pool, account, is_within = engine.runner.pool, engine.runner.account, [False]
 
     @contextmanager
     def temporaries() -> Iterator[None]:
@@ -69,7 +69,7 @@ def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
     monkeypatch.setattr(pool, "temporaries", temporaries)
     monkeypatch.setattr(account, "_most_rows", 60)
     monkeypatch.setattr(account, "_last_sizes", ())
-    for length in (20, 50, 40, 60):  # of the prompts; with 16 rows more
+    for length in (20, 50, 40, 60):  # prompt tokens; the canvas adds 16 rows
         engine.ask(Request(random_prompt(length), SHORT))
     assert given_back == [("drop_unused", False)] * 2
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: CUT)
@@ -96,7 +96,7 @@ LONG = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 2}
 def test_measured_peaks_are_the_predicted_ones(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a pool in which a step is whole to one in which it hardly fits."""
+    """Measured peaks match the plan, from a pool with room for a whole step to a small one."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     requests = [
         Request(random_prompt(512), LONG),
@@ -126,22 +126,22 @@ def test_measured_peaks_are_the_predicted_ones(
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
 
 
-# ---- all memory there is, not only the pool's ----
+# ---- all memory, including memory outside the pool ----
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made within it hold at a time, whoever allocated them.
+    """Measures the peak bytes of tensors that are made within it, whoever allocated them.
 
     Args:
-        weights: tensors that were there before.
+        weights: tensors that existed before.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0
         self._weights = {StorageWeakRef(weight.untyped_storage()) for weight in weights}
-        self._live: dict[StorageWeakRef, int] = {}  # and how many bytes each has
-        self._total = 0  # with what is gone since it was last looked through
+        self._live: dict[StorageWeakRef, int] = {}  # bytes of each storage
+        self._total = 0  # bytes, including storages that were freed since the last clean-up
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -168,9 +168,10 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks are short here, so whatever all rows had besides what was planned would show.
+    """Only the planned resident buffers grow with the sequence.
 
-    The smallest such thing, the rotary tables, would take an eighth of a MiB.
+    Chunks are short here, so that any other buffer of all rows would exceed the bound. The smallest
+    of them, the rotary tables, would take an eighth of a MiB.
     """
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     prompt, request = (
@@ -198,7 +199,7 @@ def test_nothing_grows_with_the_sequence_but_what_is_resident(
 def test_plans_on_a_gpu_give_the_same_tokens(
     use_vmm: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams, pinned memory and buffers that are laid out anew for every plan."""
+    """Streams, pinned memory and buffers, whose layout changes with every plan, change no token."""
     monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
     with running(checkpoint("mha"), enforce_eager=True) as engine:
         wanted = tokens(engine.ask(*mixed_asks()))
@@ -215,7 +216,7 @@ def test_plans_on_a_gpu_give_the_same_tokens(
 def test_long_steps_on_a_gpu_stay_within_the_pool(
     use_vmm: str, uses_host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers of the LLaDA-8B shape, 32,768 tokens, 32 KiB a token and 16."""
+    """Two layers of the LLaDA-8B shape with 32,768 tokens fit into 32 KiB and 16 KiB per token."""
     length = 32_768
     kibibytes = 16 if uses_host == "1" else 32
     for name, value in {
@@ -231,8 +232,8 @@ def test_long_steps_on_a_gpu_stay_within_the_pool(
         actual = record_plans(engine, monkeypatch)
         half = length // 2
         parameters = {**SHORT, "gen_length": half, "block_length": half, "steps": 2}
-        # Most tokens of the dummy have no text. For each of them, upstream's detokenizer decodes
-        # the whole prompt again, which takes half a minute.
+        # Most tokens of the dummy checkpoint have no text. For each of them, upstream's detokenizer
+        # decodes the whole prompt again, which takes half a minute.
         (answer,) = engine.ask(Request([5] * half, parameters, {"detokenize": False}))
         assert len(answer.token_ids) == half
         for plan, usage in actual:
@@ -240,5 +241,6 @@ def test_long_steps_on_a_gpu_stay_within_the_pool(
             assert usage.peak_bytes <= engine.runner.pool.budget_bytes
             assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.1)
             assert 0 < usage.average_bytes <= usage.peak_bytes
-            # As planned: what is measured is weighted by time, which others on the machine change.
+            # This compares two predictions, because the measured average is weighted by time, which
+            # depends on the load of the machine.
             assert plan.predicted_peak_bytes <= 1.25 * plan.predicted_average_bytes

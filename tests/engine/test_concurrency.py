@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that keep keys and values have few rows in most steps: many run at once."""
+"""Cached requests have few rows in most steps, so that many of them run at once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +13,13 @@ from tests.engine.harness import Engine, Request, running
 CANVAS: dict[str, Any] = {"gen_length": 16, "ignore_eos": True}
 BLOCKS = {**CANVAS, "block_length": 8, "steps": 8}
 DUAL = {**BLOCKS, "cache": "dual"}
-DEFAULT = None  # row budget
-# All windows of the 64 requests fit, but the first forwards of 12 at the most.
+DEFAULT = None  # upstream's row budget
+# All windows of the 64 requests fit, but at most 12 first forward passes.
 NARROW = 64 * 8
 
 
 class Watched:
-    """An engine whose steps are noted: rows that the scheduler named, by request."""
+    """Records for every step of an engine the scheduled rows by request."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engine
@@ -31,7 +31,7 @@ class Watched:
             self.most_running = max(self.most_running, engine.scheduler.get_request_counts()[0])
             if done.results:
                 self.steps.append(step.num_scheduled_tokens)
-                # The message says who takes part, with the rows of each.
+                # The message names every request of the step and its number of rows.
                 assert set(step.num_scheduled_tokens) == set(done.results)
                 assert step.total_num_scheduled_tokens == done.num_rows
             return update(step, done)
@@ -39,7 +39,7 @@ class Watched:
         monkeypatch.setattr(engine.scheduler, "update_from_output", noted)
 
     def assert_as_alone(self, asks: list[Request]) -> None:
-        """The answers of all together, then of each alone; equal requests are asked once."""
+        """Check that the requests give the same answers together and alone; equal ones run once."""
         together = self.engine.ask(*asks)
         self.steps, steps = [], self.steps
         alone = {str(ask): self.engine.ask(ask)[0] for ask in {str(a): a for a in asks}.values()}
@@ -70,7 +70,7 @@ def watched(
 
 
 def dual_requests(budget: int) -> list[Request]:
-    """64 requests whose first forwards do not fit into one step of `budget` rows."""
+    """Return 64 requests whose first forward passes do not fit into a step of `budget` rows."""
     length = 150 if budget > NARROW else 25
     return [Request(random_prompt(length, seed=i % 4), DUAL) for i in range(64)]
 
@@ -87,10 +87,10 @@ def test_all_windows_run_at_once_and_first_forwards_are_spread(
     rows = [sum(step.values()) for step in watched.steps]
     assert max(rows) <= budget
     firsts = [list(step.values()).count(length) for step in watched.steps]
-    assert sum(firsts) >= 2 * 64  # one for each block of each request
-    assert firsts[0] == budget // length  # no step is smaller than it need be
+    assert sum(firsts) >= 2 * 64  # one per block of each request
+    assert firsts[0] == budget // length  # the first step uses the whole budget
     assert max(map(len, watched.steps)) > budget // length
-    # All requests keep pace: none waits for the others to end.
+    # All requests advance at the same pace: none waits until the others end.
     ends = {req_id: i for i, step in enumerate(watched.steps) for req_id in step}
     assert max(ends.values()) - min(ends.values()) <= 2 * (64 // firsts[0] + 1)
 
@@ -121,7 +121,7 @@ def test_windows_beside_forwards_of_other_kinds(
 def test_a_first_forward_beyond_the_budget_goes_alone(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its windows share steps with others; before, it had to wait until it was alone."""
+    """A first forward pass over the budget runs alone, and its windows share steps with others."""
     with running(checkpoint("mha"), max_num_batched_tokens=128) as engine:
         watched = Watched(engine, monkeypatch)
         giant = Request(random_prompt(200), DUAL)

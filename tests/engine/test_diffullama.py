@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffuLLaMA in the engine: the tokens and the forwards of the reference loop."""
+"""DiffuLLaMA in the engine gives the tokens and forward passes of the reference loop."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,10 +59,11 @@ def test_one_step_commits_the_likeliest_tokens_of_one_forward(
 def test_its_own_sampler_takes_64_forwards(
     engine_and_reference: tuple[Engine, DreamReference],
 ) -> None:
-    """Every masked position is committed with probability 1 / (forwards that are left)."""
+    """Each masked position is committed with probability 1 / (remaining forward passes)."""
     engine, _ = engine_and_reference
     parameters = {"gen_length": 96, "seed": 3, "temperature": 0.9}
     (answer,) = engine.ask(as_request(random_prompt(9, seed=1), **parameters))
     assert len(answer.token_ids) == 96
     assert answer.num_forwards <= 64
-    assert answer.num_forwards > 48  # that so few of 96 positions are left to chance is unlikely
+    # Fewer forward passes, by chance, are unlikely for 96 positions.
+    assert answer.num_forwards > 48

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact keys and values in pages: the tokens are those of full recompute, whatever happens.
+"""Exact keys and values in pages give the tokens of full recompute under every schedule.
 
 The engine of most tests has few pages and a small row budget, so that requests are cut into parts,
-share prefixes, lose their pages and come back.
+share prefixes, lose their pages and get them again.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from vllm.diffusion.engine.scheduler import scheduler
 from vllm.diffusion.engine.scheduler.paging import Paging
 
 ROW_BUDGET = 48
-NUM_PAGES = 8  # upstream keeps one of them
+NUM_PAGES = 8  # one of them is reserved by upstream
 SHARED = random_prompt(130, seed=99)
 
 
@@ -74,24 +74,24 @@ def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def wanted(engine: Engine) -> list[Response]:
-    """What each of `ASKS` gives alone, when every forward computes everything that is seen."""
+    """Return the response to each of `ASKS` alone with full recompute."""
     return [engine.ask(uncached(one))[0] for one in ASKS]
 
 
 @pytest.fixture
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests that lose their pages, from now on."""
+    """Return a list that receives the id of every request that loses its pages."""
     return record(monkeypatch, Paging, "preempt", lambda _, paging, item: item.req_id)
 
 
 @pytest.fixture
 def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every batch from now on."""
+    """Return a list that receives every later batch."""
     return record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
 
 
 def fill_with_nan(engine: Engine) -> None:
-    """All pages of the store, in every layer."""
+    """Fill all pages of the store with NaN, in every layer."""
     for layer in range(len(engine.runner.model.layers)):
         engine.runner.caches.keys(layer).fill_(torch.nan)
         engine.runner.caches.values(layer).fill_(torch.nan)
@@ -121,7 +121,7 @@ def test_together_with_few_pages_and_rows(
     fuses: bool,
     batches: list[Any],
 ) -> None:
-    """Prompts are cut; whole recompute is among them."""
+    """Prompts are cut into parts, and requests with full recompute share the steps."""
     asks = [*ASKS, *map(uncached, ASKS[:3])]
     same(engine.ask(*asks), [*wanted, *wanted[:3]])
     of_rule = [sum(target.eligible.size > 0 for target in batch.targets) for batch in batches]
@@ -132,13 +132,13 @@ def test_together_with_few_pages_and_rows(
     assert engine.scheduler.make_stats().kv_cache_usage == 0
 
 
-# Each begins with one page and ends with three; there are seven.
+# Each request begins with one page and ends with three; only seven pages are free.
 GROWING = [ask(random_prompt(50, seed), block_length=8, gen_length=85) for seed in range(5)]
 
 
 @pytest.fixture(scope="module")
 def grown(engine: Engine) -> list[Response]:
-    """What each of `GROWING` gives alone."""
+    """Return the response to each of `GROWING` alone."""
     return [engine.ask(uncached(one))[0] for one in GROWING]
 
 
@@ -154,7 +154,7 @@ def test_who_loses_its_pages_goes_on_where_it_was(
 def test_guesses_survive_the_loss_of_pages(
     engine: Engine, grown: list[Response], runs_ahead: bool, preemptions: list[str]
 ) -> None:
-    """Places lie behind the pages that requests have, and lose what they copied."""
+    """Draft pages behind the pages of requests lose their copies, and drafts change no token."""
     engine.runner.pages.fix(NUM_PAGES, 1000, scratch=8)
     assert engine.scheduler.reset_prefix_cache()
     drafted = engine.ask(*speculating(GROWING, 2))
@@ -167,7 +167,7 @@ def test_guesses_survive_the_loss_of_pages(
 
 
 def test_chunks_give_the_same_tokens(engine: Engine, wanted: list[Response]) -> None:
-    """Steps that do not fit as a whole."""
+    """Steps that do not fit as a whole give the same tokens in chunks."""
     runner, planner = engine.runner, engine.runner.planner
     budget = runner.pool.budget_bytes
     try:
@@ -188,7 +188,7 @@ def test_what_pages_have_held_changes_nothing(engine: Engine, wanted: list[Respo
 def test_what_pages_have_held_changes_nothing_on_a_gpu(
     eager: bool, checkpoint: Callable[[str], Path]
 ) -> None:
-    """In 16 bits attention reads the pages in place, of whole tiles, and steps run ahead."""
+    """16-bit attention reads whole tiles of pages in place, while steps run ahead."""
     settings: dict[str, Any] = {"num_gpu_blocks_override": NUM_PAGES, "enforce_eager": eager}
     with running(checkpoint("llada2"), dtype="bfloat16", **settings) as engine:
         fill_with_nan(engine)
@@ -203,7 +203,7 @@ def test_what_pages_have_held_changes_nothing_on_a_gpu(
 def test_a_block_is_committed_with_the_next_one_or_apart(
     engine: Engine, fuses: bool, batches: list[Any]
 ) -> None:
-    """By default a finished block costs rows and no forward; after the last one there is none."""
+    """A finished block is stored with the next block by default. The last one is not stored."""
     one = ask(
         random_prompt(8, 0), algorithm="semi_ar", block_length=4, gen_length=12, steps_per_block=1
     )
@@ -217,7 +217,7 @@ def test_a_block_is_committed_with_the_next_one_or_apart(
 
 
 def test_an_answer_that_ends_inside_a_block(engine: Engine) -> None:
-    """The block is not cut, and tokens do not depend on where the answer ends."""
+    """The block is decoded as a whole, and its tokens do not depend on where the answer ends."""
     long = engine.ask(ask(random_prompt(21, 0), block_length=16, gen_length=40))[0].token_ids
     for length in (1, 10, 11, 12, 27):
         (answer,) = engine.ask(ask(random_prompt(21, 0), block_length=16, gen_length=length))
@@ -248,7 +248,7 @@ def test_blocks_are_told_as_they_are_finished(engine: Engine, wanted: list[Respo
 
 
 def test_a_request_that_is_only_read(engine: Engine) -> None:
-    """Scores of a prompt are those of one forward; the others run on beside it."""
+    """A request for prompt scores takes one forward pass, and other requests run on."""
     parameters = {"score": {"positions": [3, 39], "token_ids": [[1, 2], [5, 6]]}}
     read = Request(random_prompt(40, 8), parameters, {"temperature": 1.0})
     scored, written = engine.ask(read, ASKS[0])
@@ -256,7 +256,7 @@ def test_a_request_that_is_only_read(engine: Engine) -> None:
     assert len(written.token_ids) == 16
 
 
-# ---- prefixes that are shared ------------------------------------------------------------------
+# ---- shared prefixes ---------------------------------------------------------------------------
 
 
 def num_cached(engine: Engine, one: Request) -> int:
@@ -270,7 +270,7 @@ def test_what_is_final_is_found_by_those_who_come_later(engine: Engine) -> None:
     assert num_cached(engine, ASKS[1]) == 128
     assert num_cached(engine, ASKS[3]) == 64
     assert num_cached(engine, ask(SHARED[:128], block_length=4, gen_length=4)) == 64
-    assert num_cached(engine, ASKS[4]) == 0  # other blocks
+    assert num_cached(engine, ASKS[4]) == 0  # another block length
     assert num_cached(engine, ASKS[4]) == 128
     assert num_cached(engine, uncached(ASKS[1])) == 0
     assert engine.scheduler.reset_prefix_cache()
@@ -314,7 +314,7 @@ def test_the_cache_is_reset_under_running_requests(
 Arrivals = list[tuple[int, int, int | None]]
 arrivals = st.lists(
     st.tuples(
-        st.integers(0, 6),  # steps before it comes
+        st.integers(0, 6),  # steps before it arrives
         st.integers(0, len(ASKS) - 1),
         st.none() | st.integers(1, 12),  # steps until it is aborted
     ),
@@ -330,7 +330,7 @@ arrivals = st.lists(
 def test_any_schedule_gives_the_same_tokens(
     engine: Engine, wanted: list[Response], schedule: Arrivals, ahead: bool, fused: bool
 ) -> None:
-    """Requests come, go and are aborted; who stays has the tokens that it has alone."""
+    """Requests arrive and are aborted; the others give the tokens that they give alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_DLLM_COMMIT_FUSION", str(int(fused)))
         patch.setattr(engine.loop, "runs_ahead", ahead)
@@ -349,7 +349,8 @@ def test_a_request_beyond_the_store_is_refused(
     engine: Engine, checkpoint: Callable[[str], Path]
 ) -> None:
     too_long = ask(random_prompt(250, 0), block_length=6, gen_length=6)
-    assert len(engine.ask(too_long)[0].token_ids) == 6  # its last block goes beyond max_model_len
+    # The last block extends beyond max_model_len.
+    assert len(engine.ask(too_long)[0].token_ids) == 6
     with running(checkpoint("sdar"), num_gpu_blocks_override=5) as small:
         (answer,) = small.ask(too_long)
     assert answer.finish_reason == "error"
@@ -364,7 +365,7 @@ def test_the_store_is_half_of_the_pool(checkpoint: Callable[[str], Path], monkey
         assert runner.caches.num_pages * PAGE_SIZE == runner.planner.cached_positions
         (answer,) = engine.ask(ASKS[0])
         assert len(answer.token_ids) == 16
-        left = budgets[-1]  # that steps are planned with
+        left = budgets[-1]  # bytes that remain for steps
         assert engine.scheduler.last_usage.budget_bytes - left == runner.caches.reserved_bytes
         assert runner.planner.budget_bytes // 3 < left
         assert left <= runner.planner.budget_bytes // 2 + (1 << 20)
@@ -389,7 +390,7 @@ def test_upstreams_metrics_tell_what_was_found(checkpoint: Callable[[str], Path]
 def test_several_answers_compute_their_prompt_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others start behind the first one's forward, and find its pages."""
+    """The other answers start after the forward pass of the first one and reuse its pages."""
     rows = rows_of_launches(engine, monkeypatch)
     noisy = {"temperature": 0.8, "n": 3, "seed": 5}
     one = ask(SHARED, block_length=4, gen_length=8, algorithm="semi_ar", temperature=0.8)

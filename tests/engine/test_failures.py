@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong inside the engine ends requests, never the engine."""
+"""Failures inside the engine end requests, but never the engine."""
 
 import contextlib
 import logging
@@ -62,7 +62,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
 def test_a_rule_that_cannot_prepare_ends_its_own_request(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
-    """It says what a forward is for while the batch is built, so that others are at stake."""
+    """A rule that fails while a batch is built must not end the other requests of the batch."""
     from vllm.diffusion.decoding.semi_ar import SemiAutoregressive
 
     cases = [clear_case(model, length, **BLOCKS) for length in (20, 33, 12)]
@@ -102,7 +102,7 @@ def test_a_launch_that_fails_leaves_nothing_switched_on(
         (answer,) = engine.ask(as_request(prompt, **BLOCKS))
     assert "the device broke" in answer.report["error"]
     assert engine.is_idle()
-    assert runner.pool.used_bytes == runner.caches.reserved_bytes  # no scope is open
+    assert runner.pool.used_bytes == runner.caches.reserved_bytes  # no frame is left
     (again,) = engine.ask(as_request(prompt, **BLOCKS))
     assert again.token_ids == wanted.ids
 
@@ -126,7 +126,7 @@ def test_one_with_which_no_step_can_be_launched_ends_alone(
 def test_a_kernel_that_fails_while_the_host_waits_ends_the_requests_of_its_step(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
-    """A GPU says so late. Who comes after that is answered."""
+    """A GPU reports a failed kernel late. Requests that arrive afterwards are answered."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     wait, waits = HostCopy.wait, []
 
@@ -170,7 +170,8 @@ def test_a_shared_first_forward_that_cannot_be_sampled_is_computed_anew(
 def test_who_was_to_read_the_prompt_of_one_that_failed_computes_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.loop, "runs_ahead", True)  # it fails before they start
+    # The kernel fails before the next requests start.
+    monkeypatch.setattr(engine.loop, "runs_ahead", True)
     extra = {**BLOCKS, "ignore_eos": True, "cache": "frozen"}
     ask = Request(random_prompt(120), extra, {"temperature": 0.8, "n": 3, "seed": 5})
     (wanted,) = engine.outputs(ask)
@@ -192,7 +193,7 @@ def test_who_was_to_read_the_prompt_of_one_that_failed_computes_it(
 def test_a_request_that_cannot_start_ends_alone(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the reason: others of the same step go on."""
+    """A request that fails at its start, for any reason, does not end others of the same step."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     start = engine.runner.start
 
@@ -218,8 +219,8 @@ def test_a_full_disk_for_logs_ends_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Errors are told to clients, whether they can be logged or not."""
-    caplog.set_level(logging.INFO, "vllm")  # other tests of this process may have set another
+    """Clients receive errors even if these cannot be logged."""
+    caplog.set_level(logging.INFO, "vllm")  # other tests may have set another level
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     tried = []
 
@@ -273,7 +274,7 @@ def test_a_request_that_no_validator_saw_is_refused_by_the_scheduler(
 def test_paused_requests_go_on_where_they_were(
     engine: Engine, model: LLaDAReference, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that is under way is taken in, and no other is launched."""
+    """A step that runs at the pause is finished, and no other step is launched."""
     from vllm.v1.core.sched.interface import PauseState
 
     prompt, wanted = clear_case(model, 20, **BLOCKS)
@@ -293,7 +294,7 @@ def test_paused_requests_go_on_where_they_were(
 
 
 def broken_weights(folder: Path, source: Path) -> Path:
-    """A copy of a checkpoint in which a norm of every layer is NaN."""
+    """Copy a checkpoint and set one norm of every layer to NaN."""
     shutil.copytree(source, folder)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(str(file))
@@ -307,7 +308,7 @@ def broken_weights(folder: Path, source: Path) -> Path:
 def test_weights_that_are_no_numbers_are_told_of(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the log of the start, and to every client; a likelihood has none."""
+    """The start logs NaN weights, and every client receives an error, also for likelihoods."""
     folder = broken_weights(tmp_path / family, checkpoint(family))
     lengths: dict[str, Any] = {"gen_length": 16, "block_length": 8}
     score = {"positions": [3], "token_ids": [[5, 6]]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who starts when there is not room for all: order of arrival, with a bounded right to pass."""
+"""The order in which requests start: by arrival, with a bounded right to overtake."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from vllm.diffusion.engine.scheduler import waiting as admission
 BUDGET = 128  # rows
 SMALL = Request(random_prompt(8), {"gen_length": 8, "steps": 2, "ignore_eos": True})
 LARGE = Request(random_prompt(96), {"gen_length": 16, "steps": 4, "ignore_eos": True})
-# It runs alone only.
+# This request only runs alone.
 GIANT = Request(random_prompt(200), {"gen_length": 16, "steps": 4, "ignore_eos": True})
 
 
@@ -58,7 +58,7 @@ class Traffic:
 
     @property
     def started(self) -> list[str]:
-        """Names in the order of their first step; the engine appends a suffix to them."""
+        """Return the names in the order of their first step, without the engine's suffix."""
         internal = dict.fromkeys(req_id for step in self._steps for req_id in step)
         return [req_id.rsplit("-", 1)[0] for req_id in internal]
 
@@ -79,7 +79,7 @@ def test_small_requests_do_not_wait_for_room_that_only_a_large_one_needs(traffic
 def test_a_stream_of_small_requests_cannot_keep_a_large_one_out(
     traffic: Traffic, kept_out: Request
 ) -> None:
-    """Two small ones arrive with every step, for ever, so that the engine is never idle."""
+    """A large request starts although two small ones arrive with every step."""
     for i in range(4):
         traffic.send(f"before {i}", SMALL)
     traffic.step()
@@ -97,7 +97,7 @@ def test_a_stream_of_small_requests_cannot_keep_a_large_one_out(
 
 
 def test_large_requests_cannot_keep_a_small_one_out(traffic: Traffic) -> None:
-    """Each of a stream of giants runs alone; the small one starts after at most one of them."""
+    """Each request of a stream of giants runs alone. A small one starts after at most one giant."""
     traffic.send("giant 0", GIANT)
     traffic.step()
     traffic.send("giant 1", GIANT)
@@ -112,7 +112,7 @@ def test_large_requests_cannot_keep_a_small_one_out(traffic: Traffic) -> None:
 
 
 def test_those_of_a_lower_number_start_first(traffic: Traffic) -> None:
-    """By the parameter, or what upstream's request has; the parameter counts."""
+    """The parameter `priority` takes precedence over the priority of upstream's request."""
     traffic.send("giant", GIANT)
     traffic.step()
     for name, priority, upstreams in (("c", None, 2), ("b", 1, 0), ("a", -5, 9), ("d", None, 2)):
@@ -126,7 +126,7 @@ def test_those_of_a_lower_number_start_first(traffic: Traffic) -> None:
 def test_those_of_a_lower_number_step_first(
     ahead: bool, narrow: Engine, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the rows of all do not fit into one step; first forwards are whole sequences here."""
+    """The priority also decides which rows fit into a step; first forward passes are whole here."""
     monkeypatch.setattr(narrow.loop, "runs_ahead", ahead)
     parameters = {**LARGE.extra, "cache": "dual", "block_length": 8}
     for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
@@ -138,7 +138,7 @@ def test_those_of_a_lower_number_step_first(
 def test_a_request_ends_when_its_time_is_over(
     narrow: Engine, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queued or running; others go on, and nothing is left."""
+    """A queued or running request ends after `timeout_s`, others go on, and no state is left."""
     slow = Request(GIANT.prompt, {**GIANT.extra, "gen_length": 48, "steps": 48})
     late = {"timeout_s": 100}
     traffic.send("running", Request(slow.prompt, {**slow.extra, **late}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that edit logits or cut a draw act with every algorithm and cache, whoever is beside."""
+"""Fields that edit logits or restrict sampling act with every algorithm, cache and neighbour."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARM: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 
 def ways(algorithms: Any, length: int = 8) -> list[dict[str, Any]]:
-    """Every algorithm with every cache, and guidance where there can be some."""
+    """Return every algorithm with every cache, and with guidance where it is supported."""
     results = []
     for name, record in algorithms.items():
         for cache in record.caches:
@@ -57,7 +57,7 @@ def sdar(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 def check_ways(engine: Engine, actual: list[dict[str, Any]]) -> None:
-    """That an answer has allowed tokens alone, and ends where it may end first."""
+    """Check that answers have only allowed tokens and are not shorter than the minimum."""
     prompt, ends = random_prompt(9), {str(EOS_ID): 100, str(EOT_ID): 100}
     asks = []
     for own in actual:
@@ -73,7 +73,7 @@ def check_ways(engine: Engine, actual: list[dict[str, Any]]) -> None:
 
 
 def test_an_end_does_not_move_before_the_least_length(checkpoint: Callable[[str], Path]) -> None:
-    """Where the tokens before it are deleted."""
+    """`min_tokens` holds even if tokens before the end are deleted."""
     often = {"logit_bias": {str(DELETE_ID): 8, str(EOS_ID): 8}, "min_tokens": LEAST}
     parameters = {"gen_length": 24, "block_length": 8, "threshold": 0.3, "editing_threshold": 0.9}
     asks = [Request(random_prompt(9, number), {**parameters, **often}) for number in (3, 20, 28)]
@@ -121,7 +121,7 @@ def test_neighbours_and_chunks_change_nothing(
 
 
 def test_several_answers(llada: Engine) -> None:
-    """They share a prompt, and each draws by its own seed."""
+    """Several answers share a prompt, and each of them samples with its own seed."""
     extra = {**NOISY, **WARM, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True}
     apart = [llada.ask(Request(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
     outputs = llada.llm.generate(
@@ -141,13 +141,13 @@ def sampling(extra: dict[str, Any], **fields: Any) -> Any:
 
 
 def test_bad_words_of_several_tokens(llada: Engine) -> None:
-    """With one token a step, the word arises neither forward nor backward."""
+    """With one token per step, the bad word appears in neither order of commits."""
     tokenizer: Any = llada.llm.get_tokenizer()
     letters = tokenizer.encode("abcd", add_special_tokens=False)
     own = {**BLOCKS, **WARM, "steps": 32, "allowed_token_ids": letters, "ignore_eos": True}
 
     def answers(**fields: Any) -> list[list[int]]:
-        """Answers to requests with these fields of upstream's SamplingParams."""
+        """Return answers to requests with these fields of upstream's SamplingParams."""
         asks = [Request(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
         return [answer.token_ids for answer in llada.ask(*asks)]
 
@@ -161,7 +161,7 @@ def test_bad_words_of_several_tokens(llada: Engine) -> None:
 
 
 def test_gaps_of_a_prompt_and_a_suffix(llada: Engine) -> None:
-    """Edits act on what fills gaps; a gap has no end, so no token is forbidden for it."""
+    """Edited logits apply to infilled gaps. A gap has no end, so no token is forbidden there."""
     from tests.checkpoints import MASK_ID
 
     prompt = [*random_prompt(5), MASK_ID, MASK_ID, *random_prompt(4, 1)]
@@ -178,7 +178,7 @@ def test_gaps_of_a_prompt_and_a_suffix(llada: Engine) -> None:
 
 
 def test_guided_output_weighs_edited_probabilities(llada: Engine) -> None:
-    """A forbidden token is taken where nothing else fits."""
+    """Guided output takes a forbidden token only if no other token matches the format."""
     room = {"gen_length": 32, "block_length": 16, "steps": 16}
     vocabulary: dict[str, int] = llada.llm.get_tokenizer().get_vocab()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first requests find ready: kernels, and a graph for every step that one can serve."""
+"""The first requests find every kernel loaded and a graph for every step that one can serve."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from vllm.diffusion.engine.worker.step_graphs import Bucket, buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 
 LONGEST = 8448
-# Requests at once, and the tokens of their prompts.
+# Number of requests at once, and the number of tokens of each prompt.
 SIZES = ((1, 1), (1, 8192), (2, 3000), (3, 700), (8, 129), (32, 17), (64, 100), (128, 5))
 BLOCKS: dict[str, Any] = {"gen_length": 32, "block_length": 32}
 CACHES: dict[bool, tuple[str, ...]] = {
@@ -30,12 +30,12 @@ CACHES: dict[bool, tuple[str, ...]] = {
 def test_nothing_is_compiled_loaded_or_captured_for_a_request(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Triton kernel counts whether it is compiled or comes from the cache on disk."""
+    """No Triton kernel is compiled or loaded from the disk cache, and no graph is captured."""
     import triton
 
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(4 << 30))
-    served = {"head_dim": 32} if family.startswith("sdar") else {}  # widths that kernels serve
+    served = {"head_dim": 32} if family.startswith("sdar") else {}  # supported by the kernels
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16, **served)
     late: list[str] = []
     begin = torch.cuda.CUDAGraph.capture_begin
@@ -65,7 +65,7 @@ def test_nothing_is_compiled_loaded_or_captured_for_a_request(
 
 
 def workload(engine: Engine) -> Iterator[list[Request]]:
-    """Requests of every kind of step, which run together."""
+    """Yield lists of requests that run together, for every kind of step."""
     is_block_causal = engine.runner.model.family.is_block_causal
     steps: dict[str, Any] = {} if is_block_causal else {"algorithm": "semi_ar", "steps": 8}
     for cache in CACHES[is_block_causal]:
@@ -89,7 +89,7 @@ def workload(engine: Engine) -> Iterator[list[Request]]:
 def test_every_bucket_that_a_step_can_need_has_been_run(
     family: str, budget: int, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those between the longest request and what several have together."""
+    """The buckets cover the longest single request and the largest common batch."""
     monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(1 << 30))
     folder = make_checkpoint(tmp_path, family=family, seed=3)
     wide = {"max_position_embeddings": longest}
@@ -111,7 +111,7 @@ def test_every_bucket_that_a_step_can_need_has_been_run(
 
 
 def find(buckets: Any, rows: int, number: int, *, is_cached: bool) -> Bucket | None:
-    """The bucket of a step with so many rows of so many sequences."""
+    """Return the bucket of a step with this number of rows of this number of sequences."""
     packing = SimpleNamespace(ends=torch.zeros(number).numpy())
     num_whole = 0 if is_cached else rows
     return buckets.find(SimpleNamespace(packing=packing, num_rows=rows, num_whole=num_whole))

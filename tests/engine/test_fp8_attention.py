@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with fp8 attention: as near to plain ones as the format is, and always alike."""
+"""Requests with fp8 attention approximate bf16 ones, and do not depend on batches or chunks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +43,8 @@ LAYOUTS = {
     "head groups": Residency(False, 2, fp8_attention=True),
     "rows on the host": Residency(False, 2, True, fp8_attention=True),
 }
-# What a survey, or a product of fewer rows, may change of a score that is no rounding's edge.
+# Bound on the change of a score by a different survey or by a product of fewer rows, unless a
+# value is near the boundary of a rounding.
 ALIKE = 1e-3
 
 
@@ -60,7 +61,10 @@ def fp8(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> It
 def test_fp8_scores_differ_and_follow_the_plain_ones(
     fp8: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These weights are scaled up, and rows choose experts: a rounding moves much."""
+    """fp8 scores correlate with plain scores.
+
+    The weights are scaled up and rows choose experts, so that rounding has a large effect here.
+    """
     actual = scores(fp8, LONG).flatten()
     monkeypatch.setattr(DiffusionParams, "has_fp8_attention", lambda *_: False)
     wanted = scores(fp8, LONG).flatten()
@@ -78,7 +82,7 @@ def test_chunks_are_equal_to_the_whole(
 
 
 def test_batches_are_equal_to_requests_alone(fp8: Engine) -> None:
-    """To the bit: scales belong to a request, and its long steps to nobody else."""
+    """Scores are equal to the bit: scales belong to a request, and its long steps run alone."""
     writes = [
         Request(random_prompt(n, n), {**SHORT, "cfg_scale": c}) for n, c in ((40, 0.0), (50, 1.0))
     ]
@@ -91,7 +95,7 @@ def test_batches_are_equal_to_requests_alone(fp8: Engine) -> None:
 
 
 def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward of all positions is fp8; what reads kept keys is not, and shares steps."""
+    """fp8 applies to forward passes over all positions; cached keys stay plain and share steps."""
     parameters = {**SHORT, "cache": "prefix", "block_length": 8}
     kinds = record(
         monkeypatch, fp8.runner.planner, "plan", lambda plan, *_: plan.layout.fp8_attention
@@ -103,7 +107,7 @@ def test_kept_keys_stay_plain(fp8: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 def test_kept_keys_of_the_first_layer_are_equal(
     fp8: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing before them is fp8; in chunks and by groups of heads they are stored all the same."""
+    """No fp8 attention precedes the first layer, so its stored keys do not depend on the layout."""
     request = Request(
         random_prompt(48, 2), {**SHORT, "cache": "prefix", "steps": 1, "block_length": 16}
     )
@@ -124,7 +128,7 @@ def test_kept_keys_of_the_first_layer_are_equal(
 def test_measured_peaks_are_the_predicted_ones(
     quantization: str | None, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a pool with room for all to one in which a step hardly fits, in less than plain ones."""
+    """Measured peaks match the plan, from a large pool to one too small for plain attention."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     parameters = {**SHORT, "gen_length": 512, "block_length": 512, "steps": 1}
     ask, sizes = Request(random_prompt(512), parameters), {"max_model_len": 1024, **SETTINGS}
@@ -154,7 +158,7 @@ def use(layout: Residency, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_find_the_same_scales(
     size: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The survey is of all ranks' rows, and what they exchange is fp8."""
+    """The survey covers the rows of all ranks, which exchange fp8 values."""
     with running(checkpoint("mha"), **SETTINGS) as engine:
         alone, single = (
             scores(engine, LONG),
@@ -191,7 +195,7 @@ def test_what_cannot_be_is_refused(checkpoint: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("divided", ["sequence", "tensor"])
 def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path]) -> None:
-    """Over gloo. Tensor-parallel ranks have scales for their own heads, which rounds alike."""
+    """Processes exchange over gloo. Tensor-parallel scales of own heads give similar scores."""
     own = {**OWN, "longest_pause_ms": 60_000}
     ranks: dict[str, Any] = {"additional_config": {"dllm": own}}
     with running(checkpoint("mha"), **ranks) as engine:
@@ -205,7 +209,7 @@ def test_processes_score_as_one(divided: str, checkpoint: Callable[[str], Path])
 
 
 def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
-    """Whole units, as far as their chunk goes, and no row twice."""
+    """The last layer has whole units, each cut at the end of its chunk, and no row twice."""
     division = RowPartition(Ranks(), 9000)
     actual = division.narrowed(division.chunks(4224), np.array([4100, 5200, 8999]), unit=1024)
     ends = [(chunk.rows.start, chunk.rows.stop) for chunk in actual]
@@ -218,7 +222,10 @@ def test_rows_of_the_last_layer_are_of_few_sizes() -> None:
 def test_cudnn_follows_the_plain_scores(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16, with fp8 copies by the kernel that rotates, whole and in chunks."""
+    """bf16 scores with cuDNN follow plain scores, whole and in chunks.
+
+    The kernel that rotates queries and keys writes their fp8 copies.
+    """
     with running(checkpoint("mha"), dtype="bfloat16", **SETTINGS) as engine:
         whole, actual = scores(engine, LONG), []
         for layout in LAYOUTS.values():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cache: frozen`: the prompt is computed once, in a whole forward, and then only read.
+"""`cache: frozen` computes the prompt once, in a whole forward pass, and then only reads it.
 
-The reference is the published loop of each algorithm over a model that does just that
+The reference is the published loop of each algorithm over a model that does the same
 (`tests/reference/frozen.py`).
 """
 
@@ -76,7 +76,7 @@ def test_a_request_alone(pair: tuple[Engine, Any], prompt_length: int) -> None:
     assert_parity(engine, model, prompt_length, {**ASKED[1], **FROZEN})
 
 
-# What keeps keys and values, each in a way of its own.
+# Each of these requests caches keys and values in another way.
 KEEPING: list[dict[str, Any]] = [
     {**ASKED[1], **FROZEN},
     {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": "prefix"},
@@ -88,7 +88,7 @@ KEEPING: list[dict[str, Any]] = [
 def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
     pair: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first forward that sees all of the prompt is the last whole one."""
+    """The first forward pass in which no mask is left in the prompt is the last whole one."""
     engine, _ = pair
     rows = rows_of_launches(engine, monkeypatch)
     prompt = random_prompt(20)
@@ -98,7 +98,8 @@ def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
     filled = len(answer.report["infilled"])
     num_whole = rows.count(52)
     assert filled == 2
-    assert 2 <= num_whole <= 11  # ten positions of the prompt and the first block compete
+    # Ten positions of the prompt and the first block compete for commits.
+    assert 2 <= num_whole <= 11
     assert rows == [52] * num_whole + rows[num_whole:]
     assert set(rows[num_whole:]) <= {32, 33}
     assert len(rows) > num_whole
@@ -107,7 +108,7 @@ def test_a_prompt_with_masks_is_frozen_once_they_are_filled(
 def test_layers_in_host_memory_change_no_token(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device has no room for all that a request keeps, and only there."""
+    """Layers are kept in host memory only if the device has no room for the cache of a request."""
     with running(checkpoint("grouped")) as engine:
         runner, planner = engine.runner, engine.runner.planner
         asks = [as_request(random_prompt(200), **parameters) for parameters in KEEPING]
@@ -122,7 +123,8 @@ def test_layers_in_host_memory_change_no_token(
             kept = sequences * 256 * planner.shape.cache_bytes
             assert engine.is_idle()
             shrink(runner, kept)
-            engine.ask(as_request([1], gen_length=8, steps=8))  # the scheduler hears of it
+            # With this request, the worker reports the new budget to the scheduler.
+            engine.ask(as_request([1], gen_length=8, steps=8))
             assert engine.ask(ask)[0].token_ids == answer.token_ids
         assert layers == [3, 3, 3, 3]
         assert engine.is_idle()
@@ -138,7 +140,7 @@ def test_layers_in_host_memory_change_no_token(
 def test_what_several_answers_have_in_common_is_computed_once(
     pair: tuple[Engine, Any], prompt_length: int, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of requests of their own, guided ones too, and the last may come alone."""
+    """Several answers equal separate requests, also with guidance, and compute the prompt once."""
     engine, _ = pair
     rows = rows_of_launches(engine, monkeypatch)
     parameters = {
@@ -160,7 +162,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
         (output,) = engine.outputs(Request(prompt, extra, noisy))
         assert [list(o.token_ids) for o in output.outputs] == [a.token_ids for a in alone]
         whole *= 2 if guidance else 1
-        if cache == "none":  # few rows are computed anew
+        if cache == "none":  # short prompts are computed again
             assert sum(rows) == whole * (3 * 4 if prompt_length < 64 else 1 + 3 * 3)
         elif prompt_length > 64:
             assert rows[0] == whole
@@ -182,7 +184,7 @@ def test_what_several_answers_have_in_common_is_computed_once(
 def test_what_the_first_forward_keeps_is_copied(
     pair: tuple[Engine, Any], parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several answers one makes that forward, step by step and ahead."""
+    """Only one of several answers computes the first forward pass, step by step and ahead."""
     engine, _ = pair
     prompt, extra = random_prompt(150), {"gen_length": 16, "block_length": 8, "ignore_eos": True}
     asks = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of CUDA graphs, their padded inputs, and replays against the layers without a graph."""
+"""Buckets of CUDA graphs, their padded inputs, and replays compared with eager layers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import Span
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import NewCanvas
+from vllm.diffusion.engine.step_times import ROW_BUCKETS
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
@@ -27,7 +28,6 @@ from vllm.diffusion.engine.worker.step_graphs import (
     MAX_WHOLE_ROWS,
     MAX_WHOLE_ROWS_FP8,
     MAX_WINDOW_ROWS,
-    ROW_BUCKETS,
     Bucket,
     Buckets,
     buckets_of,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def canvas(
     length: int, cache: KeptSequence | None = None, name: str = "a", **parameters: Any
 ) -> Canvas:
-    """A request of `length` positions, the last 8 of them masked."""
+    """Return a request of `length` positions, the last 8 of them masked."""
     parameters = {"gen_length": 8, "block_length": 8, "steps": 8, "seed": 0, **parameters}
     if cache is not None:
         parameters["cache"] = "dual"
@@ -59,7 +59,7 @@ def canvas(
 
 
 def kept(*lengths: int) -> list[KeptSequence]:
-    """Pages of so many requests."""
+    """Return the pages of requests of these lengths."""
     return store_with(*lengths)[1]
 
 
@@ -75,7 +75,7 @@ DENSE = Buckets(WHOLE, WINDOWS, rows_per_sequence=16)
 def test_buckets_rise_and_hold_whole_tiles() -> None:
     assert list(ROW_BUCKETS) == sorted(set(ROW_BUCKETS))
     assert all(rows % 16 == 0 for rows in ROW_BUCKETS)
-    # padding never takes more than a third, or the smallest bucket
+    # Padding takes at most a third of the rows, except in the smallest bucket.
     assert all(b <= 1.5 * a or b <= 32 for a, b in itertools.pairwise(ROW_BUCKETS))
 
 
@@ -110,7 +110,7 @@ def test_experts_and_short_blocks_have_buckets_of_their_own() -> None:
         ([1537], None),
         ([512, 512], Bucket(1024, 64, False)),
         ([9, 10], Bucket(32, 2, False)),
-        ([10, 10, 10], Bucket(48, 3, False)),  # 30 rows, but a bucket of 32 holds 2 sequences
+        ([10, 10, 10], Bucket(48, 3, False)),  # a bucket of 32 rows holds only 2 sequences
         ([500, 500], Bucket(1024, 64, False)),
         ([600, 600], Bucket(1280, 80, False)),
         ([800, 800], None),
@@ -129,13 +129,13 @@ def test_windows_have_buckets_of_their_own_and_mixed_batches_none() -> None:
 def padded_inputs(
     batch: StepBatch, bucket: Bucket
 ) -> tuple[StepInputs[Any], AttentionLayout[Any], list[Any]]:
-    """Inputs of a bucket that hold a batch, their layout, and all of their arrays but tokens."""
+    """Return a bucket's inputs filled with a batch, their layout, and all arrays but the tokens."""
     inputs = bucket.inputs(NO_PAGES if bucket.is_cached else None, 1000, has_blocks=True)
     ((layout,),) = inputs.layouts
     columns = (layout.query_ends, layout.key_starts, layout.key_counts)
     others = [inputs.positions, inputs.slot_mapping, *columns, layout.block_lengths, layout.firsts]
     for array in (inputs.token_ids, *others):
-        array[...] = 99  # what an earlier batch left
+        array[...] = 99  # stale values of an earlier batch
     fill(inputs, batch)
     return inputs, layout, others
 
@@ -170,10 +170,10 @@ def test_a_step_that_lies_where_the_one_before_did_writes_its_tokens_alone(
     later = replace(batch, token_ids=batch.token_ids + 1)
     fill(inputs, later, batch.packing)
     assert inputs.token_ids[: batch.num_rows].tolist() == (batch.token_ids + 1).tolist()
-    assert not inputs.token_ids[batch.num_rows :].any()  # padding stays
+    assert not inputs.token_ids[batch.num_rows :].any()  # padding is unchanged
     assert all(map(np.array_equal, others, before))
     shorter = batch_of(*map(canvas, [length - 1 for length in lengths]))
-    fill(inputs, shorter, batch.packing)  # of other windows all is written
+    fill(inputs, shorter, batch.packing)  # with other windows, all inputs are written
     total = shorter.num_rows
     assert inputs.positions.tolist() == [*shorter.positions, *[0] * (bucket.rows - total)]
 
@@ -192,7 +192,7 @@ def test_padding_of_windows_reads_and_writes_nothing() -> None:
 
 
 def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
-    """Kept keys are read by windows of some positions; these come last."""
+    """Windows that read cached keys come last; windows of all positions read their own rows."""
     part, whole = map(canvas, (100, 100), kept(100, 100), "pw")
     eligible = part.begin().eligible
     part.commit(Candidates(eligible, np.full_like(eligible, 5), np.zeros(eligible.size)))
@@ -213,8 +213,10 @@ def test_windows_of_all_positions_read_their_own_rows_without_a_graph() -> None:
 def test_replays_equal_the_layers_without_a_graph(
     family: str, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs against eager runs: all rows before the last layer, and its keys and values, or
-    all rows behind it."""
+    """A replayed graph gives the rows of an eager run, before or after the last layer.
+
+    Before the last layer, its keys and values are compared as well.
+    """
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
     with running(folder, dtype="bfloat16", max_model_len=longest, max_num_seqs=64) as engine:
@@ -241,7 +243,8 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     where = fresh, fresh, runner.caches
     eager = run_to_end(run_body(runner.model, inputs, plan, *where, to_the_end=to_the_end))
     wanted = [tensor.clone() for tensor in (eager.x, *(eager.keys_values or ()))]
-    for layer in range(len(runner.model.layers)):  # a replay must write what it reads
+    # Clear the pages, so that a replay must write the values that it reads.
+    for layer in range(len(runner.model.layers)):
         runner.caches.keys(layer).fill_(torch.nan)
         runner.caches.values(layer).fill_(torch.nan)
     for _ in range(2):
@@ -253,7 +256,7 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
                 t.float().flatten(1) for t in (given[: batch.num_rows], expected)
             )
             errors = (rows - expected_rows).norm(dim=1) / expected_rows.norm(dim=1)
-            # other kernels round elsewhere, and a near-tie may send a row to another expert
+            # Other kernels round differently, and a near-tie may send a row to another expert.
             assert (errors < 2e-2).float().mean() > 0.9
             assert errors.isfinite().all()
     for number in range(len(lengths)):
@@ -283,7 +286,7 @@ def test_graphs_can_be_turned_off(
 def test_a_step_waits_for_nothing_but_its_result(
     family: str, use_graphs: bool, tmp_path: Path
 ) -> None:
-    """In this mode torch raises at whatever would synchronise host and GPU; events may."""
+    """Torch raises here if an operation synchronises host and GPU; events are allowed."""
     folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16)
     blocks = {"algorithm": "semi_ar", "gen_length": 16, "block_length": 8, "steps": 8, "seed": 1}
     asks = [

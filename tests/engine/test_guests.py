@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request does not need takes no part in its steps: no function of it is entered."""
+"""A step enters no function of a capability that its requests do not use."""
 
 import sys
 from collections.abc import Callable
@@ -38,20 +38,21 @@ def test_steps_enter_the_guests_of_their_requests_alone(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between the step in which a request starts and its end, where long steps are cut."""
+    """Guests of a request run from its first step to its end, also if long steps are sliced."""
     entered: list[set[str]] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             entered[-1].add(str(frame.f_globals.get("__name__")).rpartition(".")[2])
 
-    monkeypatch.setattr(SpeedEstimate, "learn", lambda *_: None)  # whatever this machine's is
+    # The estimate does not depend on this machine.
+    monkeypatch.setattr(SpeedEstimate, "learn", lambda *_: None)
     with running(checkpoint("mha")) as engine:
         scheduler, planner = engine.scheduler, engine.runner.planner
         assert scheduler.long_steps is None and scheduler.paging is None
         seconds = [Admission(planner).seconds_of(Demand(rows, 16), rows) for rows in (24, 216)]
         engine.cut_steps(sum(seconds) / 2)
-        engine.ask(parameters)  # so that the size of the memory is known
+        engine.ask(parameters)  # now the scheduler has the size of the memory
         for name in ("schedule", "update_from_output"):
             method = getattr(scheduler, name)
 

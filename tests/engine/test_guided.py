@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers match what was asked for, whatever commits them."""
+"""Answers match their format under every rule that commits tokens."""
 
 import json
 import re
@@ -20,7 +20,7 @@ CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_answers_match_their_schema(engine: Engine, temperature: float) -> None:
-    """Of every rule and cache, all in the same steps."""
+    """Answers of every rule and cache match the schema, and all of them share steps."""
     for ask, answer in zip(
         actual := guided_asks(GUIDED_RULES, temperature, json=SCHEMA),
         engine.ask(*actual),
@@ -56,7 +56,7 @@ def test_upstreams_own_field_is_taken(engine: Engine) -> None:
 
 
 def test_an_answer_may_be_cut_before_its_canvas_ends_and_is_whole(engine: Engine) -> None:
-    """`max_tokens` is the room that there is."""
+    """`max_tokens` bounds the answer, which is complete before its canvas ends."""
     for seed in range(3):
         extra = {**GUIDED, "steps": 16, "temperature": 1.5, "seed": seed}
         extra |= {"max_tokens": 30, "structured_outputs": {"json": SCHEMA}}
@@ -86,7 +86,7 @@ def test_steps_in_chunks_and_in_groups_of_heads_choose_the_same(
 
 
 def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
-    """Two thirds of a short answer are literal; the steps are for the rest."""
+    """Two thirds of a short answer are literals, so that steps only decide the rest."""
     schema = {
         "type": "object",
         "properties": {"a very long name of a property": {"type": "boolean"}},
@@ -102,7 +102,7 @@ def test_the_forced_beginning_costs_no_forward(engine: Engine) -> None:
 
 
 def test_an_answer_stands_between_prompt_and_suffix(engine: Engine) -> None:
-    """Under every rule and cache, free and in a language; what follows is read."""
+    """Rules and caches fill the gap before a suffix, with and without a format."""
     pattern, actual = "[a-z]{3,8}( [a-z]+)*", []
     for rule in GUIDED_RULES:
         (ask,) = guided_asks([rule], 0.7, regex=pattern)
@@ -123,7 +123,7 @@ def test_an_answer_stands_between_prompt_and_suffix(engine: Engine) -> None:
 
 
 def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
-    """And so is the canvas; each ends by itself."""
+    """Every gap and the canvas match the format, each of them on its own."""
     head, middle = random_prompt(5), random_prompt(4, 1)
     prompt = [*head, *[MASK_ID] * 4, *middle, *[MASK_ID] * 9, *middle]
     pattern = "[a-z]{2,9}!?"
@@ -178,10 +178,10 @@ def test_log_probabilities_of_chosen_tokens_are_known(engine: Engine) -> None:
     completion = output.outputs[0]
     actual = [p[t].logprob for t, p in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert len(actual) > 8
-    assert all(value <= 0 for value in actual), actual  # none is NaN
+    assert all(value <= 0 for value in actual), actual  # also fails for NaN
 
 
-# Of block-causal families; "edits" may replace what it has committed.
+# Rules of block-causal families. "edits" may replace tokens that it has committed.
 BLOCK_RULES: dict[str, dict[str, dict[str, Any]]] = {
     "llada2": {
         "edits": {"algorithm": "joint_threshold", "editing_threshold": 0.1, "threshold": 0.3},

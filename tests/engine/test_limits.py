@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: with little room requests wait, and their tokens stay the same."""
+"""Admission: with little memory, requests wait and their tokens do not change."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_one_request_at_a_time(
         assert_decoded(engine.ask(*asks), wanted)
     assert {len(step) for step in steps} == {1}
     order = list(dict.fromkeys(step[0] for step in steps))
-    assert order == sorted(order)  # first come, first served; upstream's ids ascend
+    assert order == sorted(order)  # first come, first served; ids ascend
     assert len(steps) == sum(run.num_forwards for run in wanted)
 
 
@@ -44,4 +44,4 @@ def test_a_row_budget_bounds_shared_steps_but_no_lone_request(
         assert_decoded(engine.ask(*asks), wanted)
     assert all(rows <= budget for requests, rows in rows_of_steps if requests > 1)
     assert any(requests > 1 for requests, _ in rows_of_steps)
-    assert (1, 256) in rows_of_steps  # the long one, alone, above the budget
+    assert (1, 256) in rows_of_steps  # the long request runs alone, above the budget

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many mixed requests at once, too many for one step: each gets the answer that it gets alone."""
+"""Each of many mixed requests, too many for one step, gets the answer that it gets alone."""
 
 import random
 from collections.abc import Callable
@@ -28,7 +28,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"gen_length": 12, "algorithm": "dream", "steps": 6},
     {"gen_length": 8, "algorithm": "semi_ar", "steps": 2, "force_single_batch": True},
 )
-LONG = 180  # prompt tokens of one request in four; with its canvas it hardly fits beside others
+# Prompt tokens of every fourth request, which hardly fits into a step with others.
+LONG = 180
 ROOM: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 12}
 
 
@@ -37,9 +38,9 @@ class Sent:
     """A request of the crowd.
 
     Attributes:
-        step: the engine's step at which it is sent.
-        streams: its outputs are deltas; else one output with everything.
-        leaves: steps after which its client goes away, if it does.
+        step: the engine step at which the request is sent.
+        streams: whether outputs are deltas, instead of one final output.
+        leaves: steps after which the client disconnects, or None.
     """
 
     ask: Request
@@ -51,7 +52,7 @@ class Sent:
 
 
 def crowd(num_requests: int) -> list[Sent]:
-    """The same requests every time; one in ten leaves."""
+    """Return the same requests every time. One in ten clients disconnects."""
     draw = random.Random(7)
     results = []
     for i in range(num_requests):
@@ -64,7 +65,7 @@ def crowd(num_requests: int) -> list[Sent]:
 
 
 def serve(engine: Engine, requests: list[Sent]) -> None:
-    """Send everything, step until nothing is left, and take in every output."""
+    """Send the requests, step until none is left, and record every output."""
     from vllm.sampling_params import RequestOutputKind
 
     upstream = engine.llm.llm_engine
@@ -88,7 +89,7 @@ def serve(engine: Engine, requests: list[Sent]) -> None:
         assert step < 5000, "some requests never end"
 
 
-# With 52 requests each of the 13 kinds has a long prompt once.
+# With 52 requests, each of the 13 kinds has a long prompt once.
 @pytest.mark.parametrize(("case", "num_requests"), [("mha", 52), ("dream", 20)])
 def test_a_crowd_is_served_as_if_each_were_alone(
     checkpoint: Callable[[str], Path],
@@ -103,8 +104,8 @@ def test_a_crowd_is_served_as_if_each_were_alone(
             serve(engine, requests)
         assert engine.is_idle()
         stayed = [sent for sent in requests if sent.leaves is None]
-        assert {sent.num_ends for sent in stayed} == {1}  # none lost, none answered twice
-        assert max(len(step) for step in steps) > 4  # else this compares each alone with itself
+        assert {sent.num_ends for sent in stayed} == {1}  # no request is lost or answered twice
+        assert max(len(step) for step in steps) > 4  # requests do share steps
         for sent in requests:
             (alone,) = engine.ask(sent.ask)
             if sent.leaves is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences longer than config.json says, up to 2,097,152, where the variable allows them."""
+"""Sequences longer than config.json allows, up to 2,097,152, if the variable allows them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_every_family_takes_the_longest(
         with pytest.raises(refusal_error(), match=f"exceed max_model_len {LONGEST}"):
             engine.ask(full)
         tensors = [*engine.runner.model.parameters(), *engine.runner.model.buffers()]
-        # Nothing is stored for each position: rotations are computed for those in use.
+        # No buffer has a row per position: rotations are computed for positions in use.
         assert max(max(tensor.shape, default=0) for tensor in tensors) < 700
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is long, whose slice is due, and that both kinds get their share of the time."""
+"""Which requests are long, whose slice is next, and how long and short requests share time."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.memory import Demand
 
-STEP_S, SHORT_S = 1.0, 0.004  # what the planner predicts of a long step and of a short one
+STEP_S, SHORT_S = 1.0, 0.004  # predicted seconds of a long step and of a short step
 
 
 class Prediction:
-    """Every row of a step takes a millisecond."""
+    """A prediction in which every row of a step takes a millisecond."""
 
     row_budget = 100
 
@@ -36,14 +36,14 @@ def request(name: str, rows: int, **demand: Any) -> RequestState:
 
 
 class Device:
-    """A scheduler that does nothing but share, and a device.
+    """A device, and a scheduler that only divides time.
 
     Args:
-        factor: seconds that the device takes for one that is predicted.
-        lag: engine steps after which the scheduler hears what a slice took, as from a GPU.
+        factor: real seconds of the device per predicted second.
+        lag: engine steps until the scheduler receives the time of a slice, as from a GPU.
 
     Attributes:
-        waits_s: seconds that the next slice takes besides.
+        waits_s: extra seconds of the next slice.
     """
 
     def __init__(self, factor: float = 1.0, lag: int = 0, **settings: float) -> None:
@@ -56,7 +56,7 @@ class Device:
         self._heard_at = 0.0
 
     def step(self, long: list[RequestState], *, short_s: float = 0.0) -> None:
-        """One step of the engine, in which short requests take so many seconds."""
+        """Run one step of the engine in which short requests take `short_s` seconds."""
         step_slice = self.long_steps.next_slice(long, PREDICTION, is_shared=short_s > 0)
         self.now += short_s
         slice_timing = self.paused = None
@@ -125,7 +125,7 @@ def test_a_slice_that_waited_for_a_kernel_makes_no_other_shorter(num_slices: int
 
 
 def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone() -> None:
-    """What was alone for long owes no more than a pause of two slices: then it has its share."""
+    """A request that ran alone for long owes a pause of at most two slices, and then its share."""
     device = Device(long_share=0.5)
     for _ in range(100):
         device.step([request("a", 1000)])
@@ -136,7 +136,7 @@ def test_a_newcomer_runs_before_the_next_slice_of_who_was_alone() -> None:
 
 
 def test_several_long_requests_take_their_steps_in_turn() -> None:
-    """A step that has begun goes on, whoever comes first meanwhile."""
+    """A step that has begun goes on, whichever request comes first meanwhile."""
     device = Device()
     turns = [request("a", 1000), request("b", 1000)]
     for _ in range(100):
@@ -149,7 +149,7 @@ def test_several_long_requests_take_their_steps_in_turn() -> None:
 
 
 def test_long_is_whose_next_step_takes_longer_than_a_pause() -> None:
-    """By the rows of that step and the pace; one whose step has begun stays long."""
+    """A request is long by the rows of its next step and the speed, or if its step has begun."""
     device = Device(3.0)
     window = request("window", 90, num_sequences=2, window=20)
     running = {r.req_id: r for r in (request("a", 500), request("short", 90), window)}
@@ -164,7 +164,7 @@ def test_long_is_whose_next_step_takes_longer_than_a_pause() -> None:
 
 
 def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
-    """From the start of one that may be until its last slice is reported."""
+    """Steps are shared from the start of a possibly long request to the report of its end."""
     device, short, long = Device(), request("short", 90), request("a", 1000)
     long_steps = device.long_steps
     long_steps.started(short, PREDICTION)
@@ -173,7 +173,7 @@ def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
     assert not long_steps.is_idle
     rows, first = long_steps.share(["a"], {"short": short, "a": long}, set(), PREDICTION, of_all)
     assert rows == {"short": 90, "a": 1000} and first is not None
-    device.step([])  # that step is over, and the long request has left
+    device.step([])  # the step has ended, and the long request has left
     assert long_steps.is_idle
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long steps in slices beside the steps of short requests: the same tokens, and no memory lost."""
+"""Long steps in slices, between the steps of short requests, change no token and free memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,12 +34,12 @@ from vllm.diffusion.memory.plan import Plan, StageSeconds
 
 LONG = Request(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Request(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
-Alone = tuple["Engine", list[tuple[list[int], "int | None"]]]  # an engine, its answers
-SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # of every chunk
+Alone = tuple["Engine", list[tuple[list[int], "int | None"]]]  # an engine and its answers
+SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # seconds per chunk
 
 
 class Slicer:
-    """Lets the scheduler of an engine name slices for the requests of `long`."""
+    """Makes the scheduler of an engine name slices for the requests of `long`."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.runner, self.seconds = engine.runner, seconds
@@ -52,7 +52,7 @@ class Slicer:
         named = [req_id for req_id in message.num_scheduled_tokens if req_id in self.long]
         step_slice = StepSlice(named[0], ALL_ROWS, self.seconds) if named else None
         for req_id in named[1:]:
-            del message.num_scheduled_tokens[req_id]  # one at a time
+            del message.num_scheduled_tokens[req_id]  # one long request at a time
         changed = replace(message, next_slice=step_slice, long=list(self.long))
         self.outputs.append(self._execute(changed))
         return self.outputs[-1]
@@ -66,7 +66,7 @@ class Slicer:
 def alone(
     checkpoint: Callable[[str], Any],
 ) -> Iterator[Alone]:
-    """An engine, and what it answers without slices: to the long request, then the others."""
+    """Start an engine; its answers without slices are of the long request, then of the others."""
     settings = {"max_model_len": 2048, "max_num_batched_tokens": 4096}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
@@ -77,14 +77,14 @@ def alone(
 def slice_steps(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float, plan: Plan = CUT
 ) -> Slicer:
-    """Steps run by a plan whose chunks take a second each, in slices of so many."""
+    """Plan steps with chunks of one second, and cut them into slices of `seconds`."""
     sliced = replace(plan, chunk_seconds=SECOND)
     monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: sliced)
     return Slicer(engine, monkeypatch, seconds)
 
 
 def run_beside(engine: Engine, slicer: Slicer) -> list[tuple[list[int], int | None]]:
-    """The long request in slices, the others beside it as they are."""
+    """Run the long request in slices and the other requests as usual, and return all answers."""
     slicer.long = {start(engine, "long", LONG)}
     engine.llm.llm_engine.step()
     for number, ask in enumerate(BESIDE):
@@ -106,7 +106,7 @@ def test_slices_beside_other_requests_give_the_same_tokens(
     alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks, head groups, rows in host memory; the others use the same names of buffers."""
+    """Slices keep tokens with chunks, head groups and host memory, despite shared buffer names."""
     engine, wanted = alone
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     slicer = slice_steps(engine, monkeypatch, 3.0, plan)
@@ -164,7 +164,10 @@ def test_an_abort_in_mid_step_gives_its_memory_back_at_once(
 def test_what_runs_beside_a_paused_step_comes_out_of_what_is_left(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pool that the long step alone would fill, the other one is planned beside it."""
+    """The long step alone would fill the pool.
+
+    The other step is planned with the remaining bytes.
+    """
     engine, _ = alone
     runner = engine.runner
     long, short = Request(random_prompt(1500), SHORT), Request(random_prompt(300), SHORT)
@@ -206,7 +209,7 @@ def test_a_slice_that_fails_ends_its_request_alone(
     alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step that runs out of memory begins anew, once; its request ends if it does so again."""
+    """A step that runs out of memory is repeated once; at the second failure its request ends."""
     engine, wanted = alone
     slicer = slice_steps(engine, monkeypatch, 2.0)
     layer = engine.runner.model.layers[1]
@@ -232,14 +235,14 @@ def test_a_slice_that_fails_ends_its_request_alone(
     assert tokens(engine.ask(BESIDE[0])) == wanted[1:2]
 
 
-# ---- by the scheduler's choice ----
+# ---- slices chosen by the scheduler ----
 
 
 @pytest.fixture
 def slow(
     checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Engine, list[Any]]]:
-    """An engine of a planner that expects a slow device, and the outputs of its steps."""
+    """Start an engine whose planner expects a slow device; return it with its step outputs."""
     slow = rates.CPU._replace(product_flops=1e8, attention_flops=1e8, launch_seconds=4e-6)
     monkeypatch.setattr(rates, "CPU", slow)
     monkeypatch.setattr(SpeedEstimate, "learn", lambda *_: None)
@@ -254,7 +257,7 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     slow: tuple[Engine, list[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two long requests take their steps one after the other; others step meanwhile."""
+    """Two long requests take turns, a step each, while other requests step in between."""
     engine, outputs = slow
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     step_slice = {**SHORT, "cache": cache}
@@ -323,16 +326,16 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
 def test_a_step_whose_keys_were_moved_begins_anew(
     slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that came before it goes, and one that comes needs more room than that left."""
+    """A step begins again after its pages moved, because a request ended and another one came."""
     engine, _ = slow
     step_slice = {**SHORT, "cache": "dual"}
     asks = [Request(random_prompt(n, n), step_slice) for n in (15, 200, 60)]
     wanted = tokens(engine.ask(*asks))
     runner = engine.runner
-    runner.pages.trim()  # so that there is no more room than is in use
+    runner.pages.trim()  # no page is free now
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].items[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].num_forwards
     )
     names: list[str] = []
     monkeypatch.setattr(
@@ -355,14 +358,14 @@ def test_a_step_whose_keys_were_moved_begins_anew(
 def test_a_paused_step_makes_room_for_who_starts(
     slow: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins anew where pages find no room beside it, and nobody ends with an error."""
+    """A paused step begins again if the pages of a new request need its memory; none fails."""
     engine, _ = slow
     cached = {**SHORT, "cache": "dual"}
     asks = [Request(random_prompt(200, 1), SHORT), Request(random_prompt(60, 2), cached)]
     wanted, runner = tokens(engine.ask(*asks)), engine.runner
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].items[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].num_forwards
     )
     allocate = runner.pages.allocate
 
@@ -394,7 +397,7 @@ def test_a_paused_step_makes_room_for_who_starts(
 def test_slices_on_a_gpu_give_the_same_tokens(
     use_vmm: str, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams, pinned memory, and steps that are launched ahead of a slice's results."""
+    """Streams, pinned memory and steps launched before a slice's result do not change tokens."""
     monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
     with running(checkpoint("mha"), enforce_eager=True) as engine:
         wanted = [tokens(engine.ask(ask))[0] for ask in (LONG, *BESIDE)]
@@ -412,7 +415,7 @@ def test_slices_on_a_gpu_give_the_same_tokens(
 def test_graphs_are_replayed_beside_a_paused_step(
     use_vmm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they write lies in front of the paused step's buffers, which have the same names."""
+    """A graph writes in front of the buffers of a paused step, which have the same names."""
     monkeypatch.setenv("VLLM_USE_VMM", use_vmm)
     folder = make_checkpoint(tmp_path, seed=3, dtype=torch.bfloat16)
     long, short = Request(random_prompt(200, 1), SHORT), Request(random_prompt(20, 2), SHORT)
@@ -439,7 +442,7 @@ def test_graphs_are_replayed_beside_a_paused_step(
 
 
 def finish_one(engine: Engine, name: str) -> dict[str, Response]:
-    """Step until one request has ended."""
+    """Step until the request `name` has ended, and return all responses."""
     answers: dict[str, Response] = {}
     while name not in answers:
         answers |= step(engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's observations: what crosses to the server's process, and that it harms nobody."""
+"""The scheduler's observations reach the server's process and do not disturb other readers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ SMALL = Request(random_prompt(5), {"gen_length": 8, "steps": 3, "ignore_eos": Tr
 
 
 def sent(observations: Observations) -> list[tuple[str, str, int]]:
-    """What arrives after upstream's encoding, in which types matter."""
+    """Return the observations after upstream's encoding, which depends on types."""
     stats = SchedulerStats()
     observations.put_into(stats)
     encoded = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
@@ -47,7 +47,7 @@ def test_observations_arrive_as_they_were_made() -> None:
         ("dllm:step_time_seconds", "0.10000000000000001", 1),
         ("dllm:activation_pool_budget_bytes", str(2**37 + 1), 1),
     ]
-    assert sent(seen) == []  # taken once
+    assert sent(seen) == []  # observations are sent once
 
 
 def test_the_newest_value_of_a_gauge_arrives_last() -> None:
@@ -61,7 +61,7 @@ def test_the_newest_value_of_a_gauge_arrives_last() -> None:
 def test_every_metric_is_well_formed(metric: metrics.Metric) -> None:
     assert metric.name.startswith("dllm:")
     assert metric.doc.endswith(".")
-    assert "|" not in metric.doc  # it goes into a table
+    assert "|" not in metric.doc  # the text becomes a cell of a table
     assert bool(metric.buckets) == (metric.kind == "histogram")
     assert list(metric.buckets) == sorted(set(metric.buckets))
     assert not metric.name.endswith("_total")
@@ -69,14 +69,14 @@ def test_every_metric_is_well_formed(metric: metrics.Metric) -> None:
 
 @pytest.fixture(scope="module")
 def telling(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
-    """An engine with statistics, which knows its memory."""
+    """Start an engine with statistics that has already reported its memory."""
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)
         yield engine
 
 
 def test_upstreams_loggers_pass_them_by(telling: Engine) -> None:
-    """An offline engine with statistics has upstream's loggers and not ours."""
+    """An offline engine with statistics has upstream's loggers only."""
     telling.llm.llm_engine.do_log_stats()
     names = {metric.name for metric in telling.llm.get_metrics()}
     assert "vllm:generation_tokens" in names
@@ -84,7 +84,7 @@ def test_upstreams_loggers_pass_them_by(telling: Engine) -> None:
 
 
 def record_sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """Everything that is sent from now on."""
+    """Return a list that receives every observation that is sent from now on."""
     seen: list[tuple[str, str, int]] = []
 
     def note(_: Any, observations: Any, stats: SchedulerStats) -> None:
@@ -98,7 +98,7 @@ def record_sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
 def test_statistics_wait_for_an_output(
     seconds: float, telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with nothing to tell a client need not be told of; nothing is lost by that."""
+    """Observations of a step without output are sent with a later step, and none is lost."""
     monkeypatch.setattr(observer, "STATISTICS_S", seconds)
     seen = record_sent(monkeypatch)
     (answer,) = telling.ask(Request(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
@@ -133,9 +133,9 @@ def test_guesses_that_come_true_are_counted(
 def test_an_abort_after_some_steps_is_an_end(
     telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens per forward are noted for every request that ran, however it ends."""
+    """Tokens per forward pass are recorded for every request that ran, also for an aborted one."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
-    telling.ask(SMALL)  # what was not told of yet is told now
+    telling.ask(SMALL)  # send the pending observations
     seen = record_sent(monkeypatch)
     upstream = telling.llm.llm_engine
     ask = Request(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
@@ -152,10 +152,10 @@ def test_an_abort_after_some_steps_is_an_end(
 def test_what_a_step_takes_of_the_memory_is_passed_on(
     telling: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Budget and what is in use as they are, the peak of all steps so far."""
+    """The budget and the memory in use are current values; the peak is that of all steps so far."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
     seen = record_sent(monkeypatch)
-    telling.ask(SMALL)  # what was not told of yet is told now
+    telling.ask(SMALL)  # send the pending observations
     first = max(int(value) for name, value, _ in seen if name == metrics.POOL_PEAK.name)
     seen.clear()
     execute, peaks = telling.loop.execute, [first + 30, first + 70, first + 20]

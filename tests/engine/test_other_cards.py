@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole steps as other cards run them."""
+"""Whole steps use our portable kernels when the engine is restricted to those of other GPUs."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from tests.checkpoints import make_checkpoint
 from tests.programs import ROOT, output_of
 
 SIZES = {"d_model": 256, "mlp_hidden_size": 512, "n_heads": 4, "n_kv_heads": 4}
-# Libraries of products and attention, by the names of their kernels.
+# Names of kernels from libraries for matrix products and attention.
 FOREIGN = re.compile(r"cublas|cudnn|cutlass|nvjet|xmma|sm\d\d_|gemv|splitK", re.IGNORECASE)
 STEPS = """
 import sys

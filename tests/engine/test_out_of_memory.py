@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of steps: what is reported and refused, and what happens when it runs out."""
+"""The memory of steps: reports, refused requests, and running out of memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_running_out_of_memory_fails_the_largest_request_alone(
     model: LLaDAReference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others get their tokens in the same step, and the same tokens."""
+    """The other requests get the same tokens as alone, and get them in the same step."""
     lengths = (20, 90, 40)
     cases = [clear_case(model, length, **BLOCKS) for length in lengths]
     asks = [as_request(prompt, **BLOCKS) for prompt, _ in cases]
@@ -79,7 +79,7 @@ def test_running_out_of_memory_fails_the_largest_request_alone(
 def test_every_stage_may_run_out_of_memory(
     engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
-    """Whatever it is that does not fit, the largest request ends, and says what it was."""
+    """The largest request ends, whichever buffer does not fit, and its error names that buffer."""
     parameters = {"gen_length": 8, "block_length": 8, "steps": 4}
     cases = [clear_case(model, length, **parameters) for length in (20, 60)]
     asks = [as_request(prompt, **parameters) for prompt, _ in cases]
@@ -133,7 +133,7 @@ def test_a_step_that_never_fits_fails_all_its_requests_and_no_other(
 def test_a_request_whose_cache_does_not_fit_ends_alone(
     num_failures: int, engine: Engine, model: LLaDAReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first failure gives back what steps left behind; the second one counts."""
+    """The first failure frees the memory of earlier steps; the second one ends the request."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     allocate, failures = engine.runner.pages.allocate, 0
 
@@ -154,7 +154,7 @@ def test_a_request_whose_cache_does_not_fit_ends_alone(
     assert engine.is_idle()
 
 
-# ---- The activation pool in the engine: who is admitted, who waits, and who is refused ----
+# ---- The activation pool in the engine: admitted, waiting and refused requests ----
 
 
 GIB = 1 << 30
@@ -167,7 +167,7 @@ def shape(engine: Engine) -> ModelShape:
 
 
 def required_bytes(shape: ModelShape, *demands: Demand) -> int:
-    """The smallest pool in which steps of all these requests fit, but for a few bytes."""
+    """Return the smallest pool for steps of all these requests, up to 256 bytes too large."""
     low, high = 1, 1 << 22
     while high - low > 256:
         middle = (low + high) // 2
@@ -182,7 +182,7 @@ def required_bytes(shape: ModelShape, *demands: Demand) -> int:
 @pytest.fixture
 def set_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_bytes(num_bytes: int) -> None:
-        # a sixty-fourth of a pool is left to rounding
+        # The engine reserves a sixty-fourth of a pool for rounding.
         monkeypatch.setenv("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(num_bytes * 64 // 63 + 64))
 
     return set_bytes
@@ -203,7 +203,7 @@ def test_pages_that_nobody_uses_do_not_cut_a_step(
     set_pool: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests that kept keys and values leave pages behind, as the warm-up of a server does."""
+    """Unused pages of requests with a cache are freed before a step is cut into chunks."""
     whole = Planner(shape, GIB, row_budget=4096).plan(StepShape(200, 32, 200))
     set_pool(whole.predicted_peak_bytes)
     with running(checkpoint("mha")) as engine:
@@ -290,7 +290,10 @@ def test_together_requests_keep_more_than_half_of_the_pool(
     set_pool: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They run at once and answer as alone; of three, the pool cannot hold those of two twice."""
+    """Requests with large caches run at once and give the same answers as alone.
+
+    With three of them, the pool could not hold the caches of two requests twice.
+    """
     asks = [as_request(clear_case(model, 224, **BLOCKS)[0], **CACHED) for _ in range(count)]
     alone = [engine.ask(ask)[0] for ask in asks]
     kept_bytes = count * 256 * shape.cache_bytes
@@ -314,12 +317,12 @@ def test_kept_keys_and_values_are_counted_and_given_back(
     checkpoint: Callable[[str], Path],
     set_pool: Callable[[int], None],
 ) -> None:
-    """Two of them do not fit together; afterwards a long step may have all of the pool."""
+    """Two cached requests do not fit together. Afterwards a long step may use the whole pool."""
     row = shape.cache_bytes
-    set_pool(2 * 200 * row)  # six pages of 64, and steps take more than two of them
+    set_pool(2 * 200 * row)  # six pages of 64 positions, and steps need more than two of them
     with running(checkpoint("mha")) as small:
         ask = Request(random_prompt(100), {**CACHED, "ignore_eos": True})
-        first, second = small.ask(ask, ask)  # 132 positions each: one after the other
+        first, second = small.ask(ask, ask)  # 132 positions each, so that they run in turn
         assert first.token_ids == second.token_ids and len(first.token_ids) == 32
         assert small.is_idle()
         runner = small.runner
@@ -327,7 +330,7 @@ def test_kept_keys_and_values_are_counted_and_given_back(
         full = Admission(Planner(runner.planner.shape, runner.planner.budget_bytes, 4096))
         with pytest.raises(ActivationBudgetError) as refused:
             full.check(Demand(4096, 32))
-        assert runner.caches.reserved_bytes > row  # so that the longest step must take it back
+        assert runner.caches.reserved_bytes > row  # the longest step must free these bytes
         length = min(refused.value.longest_tokens, 250)
         (long,) = small.ask(Request(random_prompt(length - 32), {**BLOCKS, "ignore_eos": True}))
         assert len(long.token_ids) == 32

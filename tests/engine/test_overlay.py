@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlay adds our models to upstream and takes nothing from the others."""
+"""The overlay adds our models to upstream and leaves upstream's other models unchanged."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.server.process import START_S, environment
 OURS = "register_dllm_models"
 
 
-# ---- which plugins are allowed -----------------------------------------------------------------
+# ---- allowed plugins ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [None, "", "foreign", OURS, f"foreign,{OURS}"])
@@ -35,12 +35,12 @@ def test_our_plugins_are_always_on_the_allow_list(
     assert len(names) == len(set(names))
     assert ("foreign" in names) == ("foreign" in (given or ""))
     if not given:
-        # Nothing that works without the variable is shut out by it.
+        # The overlay excludes no plugin that works without the variable.
         assert "lora_filesystem_resolver" in names
     if given == OURS:
         assert "lora_filesystem_resolver" not in names
     before = os.environ["VLLM_PLUGINS"]
-    environment.allow_our_plugins()  # as in a child process
+    environment.allow_our_plugins()  # a child process calls this again
     assert os.environ["VLLM_PLUGINS"] == before
 
 
@@ -90,7 +90,7 @@ def test_an_autoregressive_model_keeps_upstreams_classes(llama: Path) -> None:
 
 
 def test_no_module_of_upstream_is_shadowed() -> None:
-    """Besides the two hinges, no file of ours bears the name of one of upstream's."""
+    """No file of ours has the name of an upstream file, except the two hinges."""
     import vllm
 
     ours, upstream = (Path(path) for path in vllm.__path__[:2])
@@ -107,7 +107,7 @@ def test_no_module_of_upstream_is_shadowed() -> None:
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
 def test_our_models_get_our_classes(tmp_path: Path, trust_remote_code: bool) -> None:
-    """Also where the checkpoint names remote code that would be trusted."""
+    """Our classes are used even if the checkpoint names remote code that would be trusted."""
     from vllm.diffusion.config import SCHEDULER, WORKER
     from vllm.diffusion.models.llada import LLaDAConfig
 

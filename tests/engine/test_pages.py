@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept keys and values in pages: no token depends on where the pages lie or when they move."""
+"""Tokens of cached requests do not depend on where their pages are or when the pages move."""
 
 import random
 from collections.abc import Callable
@@ -39,11 +39,11 @@ CACHED: dict[str, dict[str, Any]] = {
     "delayed": {**MULTI, "cache": "delayed"},
     "none": BLOCKS,
 }
-LENGTHS = (20, 150, 31, 33, 97, 70, 5, 180)  # less than a page to four of them
+LENGTHS = (20, 150, 31, 33, 97, 70, 5, 180)  # less than one page to four pages
 
 
 def requests() -> list[Request]:
-    """Requests of every kind, of so many positions that their last pages are ragged."""
+    """Return cached requests of every kind whose last pages are partly filled."""
     kinds = list(CACHED.values())
     return [
         as_request(random_prompt(length, seed), **kinds[seed % len(kinds)])
@@ -53,12 +53,12 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[tuple[list[int], int | None]]:
-    """What every request gets on its own."""
+    """Return the tokens of every request when it runs alone."""
     return tokens([engine.ask(ask)[0] for ask in requests()])
 
 
 def come_and_go(engine: Engine, seed: int, after_step: Callable[[], None]) -> list[Response]:
-    """The requests start a few steps apart, so that they take and leave pages at any time."""
+    """Start the requests a few steps apart, so that pages are taken and released at any time."""
     upstream, rng = engine.llm.llm_engine, random.Random(seed)
     waiting = list(enumerate(requests()))
     answers: dict[str, Response] = {}
@@ -88,7 +88,7 @@ def test_requests_that_come_and_go_find_what_they_kept(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps in one piece, in chunks, by head groups, with rows in host memory; some run ahead."""
+    """Requests keep their tokens under every plan of chunks, head groups and host memory."""
     monkeypatch.setattr(engine.loop, "runs_ahead", runs_ahead)
     if (plan := PLANS.get(name)) is not None:
         monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
@@ -106,7 +106,7 @@ def test_requests_that_come_and_go_find_what_they_kept(
         for name in spare:
             pages.allocate(name, PAGE_SIZE)
         rng.shuffle(spare)
-        for name in spare:  # whoever comes next has these pages in another order
+        for name in spare:  # the next request gets these pages in another order
             pages.release(name)
 
     assert tokens(come_and_go(engine, 1, after_step)) == alone
@@ -147,9 +147,9 @@ def test_pages_move_once_for_all_that_start_together(engine: Engine) -> None:
     def moves(*lengths: int) -> int:
         assert engine.is_idle()
         pages.trim()
-        generation = store.generation
+        version = store.layout_version
         engine.ask(*(as_request(random_prompt(n), **BLOCKS, cache="dual") for n in lengths))
-        return int(store.generation - generation)
+        return int(store.layout_version - version)
 
     assert moves(150, 70, 90, 180) == moves(20) > 0
 
@@ -158,7 +158,7 @@ def test_pages_move_once_for_all_that_start_together(engine: Engine) -> None:
 def test_steps_take_no_more_than_planned(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here kept keys are copied out of their pages, which is most of what a window takes."""
+    """Cached keys are copied out of their pages here; the copies are most of a window's memory."""
     actual = record_plans(engine, monkeypatch)
     engine.ask(as_request(random_prompt(190), **BLOCKS, cache=cache))
     assert len(actual) >= 8
@@ -167,7 +167,7 @@ def test_steps_take_no_more_than_planned(
 
 
 def test_parity_with_ragged_pages(engine: Engine, model: LLaDAReference) -> None:
-    """The published loops, with sequences of a page and a bit, together in one batch."""
+    """Sequences a little longer than a page, in one batch, give the tokens of published loops."""
     asks, canvases = [], []
     for number, parameters in enumerate(CACHED.values()):
         prompt, wanted = clear_case(model, 31 + 33 * number, **parameters)

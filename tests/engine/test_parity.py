@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's tokens and forwards equal those of the published loops, in fp32 on the CPU."""
+"""The engine gives the tokens and forward passes of the published loops, in fp32 on the CPU."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_a_request_that_fills_the_context(engine: Engine, model: LLaDAReference)
 def test_a_stop_id_ends_the_answer(
     engine: Engine, model: LLaDAReference, parameters: dict[str, Any]
 ) -> None:
-    """Same text as the whole canvas cut at its first stop id, for fewer forwards."""
+    """The answer is the whole canvas cut at its first stop id, with fewer forward passes."""
     prompt, decoded = clear_case(model, 20, 2, **parameters)
     canvas, (answer, reason) = decoded.ids, truncate(decoded.ids, STOP_IDS)
     place = len(answer)

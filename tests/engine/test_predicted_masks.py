@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that proposes the mask token: requests end, and no mask is ever returned."""
+"""A model that predicts the mask token: requests end, and no mask is returned."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def model(checkpoint: Callable[[str], Path]) -> LLaDAReference:
 
 
 def other_tokens(model: LLaDAReference, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best token but the mask of every position, and its probability among the others."""
+    """Return the best token of every position except the mask, and its renormalised probability."""
     logits = model.logits(row[None])[0]
     logits[:, MASK_ID] = -torch.inf
     probability, token = torch.softmax(logits, dim=1).max(dim=1)
@@ -57,9 +57,9 @@ def test_what_the_quotas_leave_is_filled_in_one_more_forward(
 def threshold_loop(
     model: LLaDAReference, prompt: list[int], length: int, limit: float
 ) -> tuple[list[int], int, int]:
-    """One block; a forward that changes nothing is followed by one without the mask.
+    """Decode one block; after a forward pass without commits, the next one forbids the mask.
 
-    Returns the canvas, the number of forwards and how many of them forbade the mask.
+    Returns the canvas, the number of forward passes, and the number of passes that forbid the mask.
     """
     row = torch.tensor(prompt + [MASK_ID] * length)
     num_forwards = num_forbidden = 0
@@ -90,7 +90,7 @@ def test_a_threshold_goes_on_without_the_mask(
         wanted = threshold_loop(model, prompt, 32, 0.9)
         canvas, num_forwards, num_forbidden = wanted
         if num_forbidden == 0 or threshold_loop(exact, prompt, 32, 0.9) != wanted:
-            continue  # not the case in question, or decided by rounding
+            continue  # no mask was forbidden, or the tokens depend on rounding
         (answer,) = engine.ask(as_request(prompt, **parameters))
         assert (answer.token_ids, answer.num_forwards) == (canvas, num_forwards), seed
         num_checked += 1

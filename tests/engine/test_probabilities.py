@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canvases after every step, and the probability that each token had when it was committed.
+"""Canvases after every step, and the probability of each token at its commit.
 
-Both are compared with a replay: the rows that the canvases show go through the reference model.
+A replay of the canvases through the reference model gives the expected values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PENALTIES: dict[str, Any] = {
     "frequency_penalty": 0.8,
     "logit_bias": {7: 1.5, 12: -3.0},
 }
-# What edits logits, with what else changes them or cuts the forward into parts.
+# Fields that edit logits, together with sampling, guidance and chunks.
 EDITED: dict[str, dict[str, Any]] = {
     "penalties": {**BLOCKS, "steps": 8, **PENALTIES},
     "penalties, noise, filters": {
@@ -89,14 +89,14 @@ class View:
         )
 
     def row(self, prompt: list[int]) -> list[int]:
-        """Prompt and canvas as the next forward reads them."""
+        """Return prompt and canvas as input of the next forward pass."""
         pairs = zip(self.token_ids, self.committed, strict=True)
         return [*prompt, *(token if done else MASK_ID for token, done in pairs)]
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A request from its first step to its last."""
+    """A request from its first step to its last, with its canvases."""
 
     views: list[View]
     token_ids: list[int]
@@ -141,7 +141,7 @@ def llada(checkpoint: Callable[[str], Path]) -> Iterator[tuple[Engine, Any]]:
 def log_probabilities(
     model: Any, row: list[int], prompt: list[int], parameters: dict[str, Any]
 ) -> Any:
-    """[N, V] of the canvas positions of a row."""
+    """Return log probabilities of the canvas positions of a row, [N, V]."""
     ids = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=None)
     options = decode.Options(ids=ids, cfg_scale=parameters.get("cfg_scale", 0.0))
     known = torch.arange(len(row)) < len(prompt)
@@ -188,7 +188,7 @@ def replay(engine: Engine, model: Any, parameters: dict[str, Any]) -> None:
 
 
 def check_position(actual: dict[int, Any], token: int, wanted: torch.Tensor) -> None:
-    """The committed token comes first, then the most likely ones, each with its rank."""
+    """Check that the committed token is first, then the most likely ones, each with its rank."""
     assert next(iter(actual)) == token
     assert NUM_TOP <= len(actual) <= NUM_TOP + 1
     top = wanted.topk(NUM_TOP)
@@ -204,7 +204,7 @@ def test_replay(llada: tuple[Engine, Any], parameters: dict[str, Any]) -> None:
 
 
 def test_they_change_no_token(llada: tuple[Engine, Any]) -> None:
-    """Requests that look at probabilities are sampled by launches of their own."""
+    """Requests with logprobs are sampled by separate launches and keep their tokens."""
     engine, _ = llada
     prompt = random_prompt(PROMPT_LENGTH)
     asks = [
@@ -242,7 +242,7 @@ def test_the_answer_is_cut_with_its_logprobs(llada: tuple[Engine, Any]) -> None:
 
 
 def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str], Path]) -> None:
-    """JSON has no NaN; OpenAI's routes write the number of upstream's for it."""
+    """A token without a candidate gets upstream's finite number, because JSON has no NaN."""
     often = {"threshold": 0.3, "logit_bias": {SPLIT_ID: 2.5, DELETE_ID: 2.5}}
     extra = {"algorithm": "levenshtein", "gen_length": 32, "editing_threshold": 0.3, **often}
     asks = [Request(random_prompt(n), extra, {"logprobs": 1}) for n in (5, 20, 40)]
@@ -256,15 +256,15 @@ def test_a_token_that_was_never_proposed_has_no_chance(checkpoint: Callable[[str
     assert min(actual) == -np.inf and not np.isnan(actual).any()
 
 
-# ---- forwards that are saved -------------------------------------------------------------------
+# ---- saved forward passes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("parameters", "max_tokens", "saved"),
     [
         ({"steps": 16}, 16, 0),
-        ({"steps": 8}, 8, 4),  # the second block is not begun
-        ({"steps": 64}, 16, 48),  # steps without a quota are skipped
+        ({"steps": 8}, 8, 4),  # the second block is not started
+        ({"steps": 64}, 16, 48),  # steps that commit nothing are skipped
         ({"threshold": 2.0}, 16, 0),
         ({"threshold": 2.0}, 3, 1),
         ({"algorithm": "multi_block"}, 16, 0),
@@ -293,7 +293,7 @@ def test_a_stop_string_brings_a_report(llada: tuple[Engine, Any]) -> None:
     assert answer.report["num_forwards"] + answer.report["num_forwards_saved"] == 16
 
 
-# ---- the other family, whose engine comes after the first one ------------------------------------
+# ---- the other family; its engine starts after the first one has ended --------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights in an engine: batches, caches, chunks, and the line of the log."""
+"""Quantised weights in an engine: batches, caches, chunks, and the log line."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.engine.harness import BLOCKS, as_request, running, shrink
 
 DREAM = {"gen_length": 16, "steps": 4}
 QUICK = {**BLOCKS, "steps": 8}
-# Family, --quantization, parameters, caches, and KiB of a pool that a step does not fit as a whole.
+# Family, --quantization, parameters, caches, and KiB of a pool that is too small for a whole step.
 CASES: list[tuple[str, str, dict[str, Any], tuple[str, ...], int]] = [
     ("llada", "fp8", QUICK, ("none", "dual"), 0),
     ("llada", "int4", QUICK, ("none",), 112),

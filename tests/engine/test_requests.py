@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for through `vllm.LLM`: ends of answers, seeds, defaults, refusals."""
+"""Requests through `vllm.LLM`: ends of answers, seeds, defaults and refusals."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.reference.models import LLaDAReference
 def test_a_canvas_beside_upstreams_default_max_tokens_is_returned_whole(
     engine: Engine, model: LLaDAReference
 ) -> None:
-    """SamplingParams() says max_tokens = 16 when nobody asked for a limit."""
+    """The default of SamplingParams, max_tokens = 16, does not cut a canvas."""
     prompt, wanted = clear_case(model, 20, **BLOCKS)
     request = as_request(prompt, **BLOCKS)
     for sampling in ({}, {"max_tokens": 16}, {"max_tokens": None}):
@@ -44,7 +44,7 @@ def test_stop_token_ids_of_the_request_end_the_answer(
     (answer,) = engine.ask(Request(request.prompt, request.extra, sampling))
     assert answer.token_ids == wanted.ids[: place + 1]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
-    # ignore_eos: no stop id ends the answer.
+    # With ignore_eos, no stop id ends the answer.
     (whole,) = engine.ask(Request(request.prompt, {**request.extra, "ignore_eos": True}, sampling))
     assert whole.token_ids == wanted.ids
     assert whole.finish_reason == "length"
@@ -52,7 +52,7 @@ def test_stop_token_ids_of_the_request_end_the_answer(
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_request_is_decided_once(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """On its way in, for all of its answers; the scheduler reads what it brings."""
+    """A request is decided on arrival, once for all answers; the scheduler uses the decision."""
     from vllm import SamplingParams
     from vllm.diffusion.api import validator
     from vllm.diffusion.request import decision
@@ -89,11 +89,11 @@ def test_n_answers_use_consecutive_seeds(engine: Engine, model: LLaDAReference) 
     assert len({tuple(tokens) for tokens in actual}) == 3
 
 
-# ---- as upstream's users write it --------------------------------------------------------------
+# ---- requests without diffusion parameters -----------------------------------------------------
 
 
 def test_default_lengths(engine: Engine, model: LLaDAReference) -> None:
-    """100 tokens are cut from a canvas of 128 in blocks of 32 with one step a token."""
+    """100 tokens are the start of a canvas of 128 in blocks of 32, with one step per token."""
     prompt = make_tokenizer()("Hi").input_ids
     parameters = {"gen_length": 128, "block_length": 32, "steps": 128}
     wanted = golden.run(model, prompt, **parameters)
@@ -109,7 +109,7 @@ def test_default_lengths(engine: Engine, model: LLaDAReference) -> None:
 
 
 def test_infill_fills_the_prompt_too(engine: Engine, model: LLaDAReference) -> None:
-    """The holes take quota in the first block, as in the published loop."""
+    """Masks of the prompt use quota of the first block, as in the published loop."""
     parameters: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 8}
     for seed in range(40):
         prompt = random_prompt(20, seed)
@@ -122,8 +122,10 @@ def test_infill_fills_the_prompt_too(engine: Engine, model: LLaDAReference) -> N
     (answer,) = engine.ask(as_request(prompt, allow_infill=True, **parameters))
     kept = [(a, w) for a, w in zip(answer.token_ids, wanted.ids, strict=True) if w != MASK_ID]
     assert all(a == w for a, w in kept)
-    assert len(kept) < 8  # the holes took the quota of some canvas positions,
-    assert MASK_ID not in answer.token_ids  # which one more forward fills
+    # The masks of the prompt used the quota of some canvas positions, which one more forward
+    # pass fills.
+    assert len(kept) < 8
+    assert MASK_ID not in answer.token_ids
     assert answer.num_forwards == wanted.num_forwards + 1
     assert answer.report["infilled"] == wanted.filled
 

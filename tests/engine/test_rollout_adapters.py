@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories in the forms that trainers read (docs/examples/rollout_adapters.py)."""
+"""Trajectories in the formats that trainers read (docs/examples/rollout_adapters.py)."""
 
 import runpy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ STOPS = {"stop_token_ids": list(range(0, 240, 9))}
 
 @pytest.mark.parametrize("family", ["sdar", "llada2"])
 def test_dares_contract(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """Whole blocks behind any prompt, steps from 1, and the answer's own length."""
+    """DARE gets whole blocks after any prompt, steps counted from 1, and the answer's length."""
     prompts = [random_prompt(length) for length in (5, 8, 13)]
     with running(checkpoint(family)) as engine:
         asks = [Request(p, {**GRID, "seed": 2, "complete_blocks": True}, STOPS) for p in prompts]
@@ -43,7 +43,7 @@ def test_dares_contract(family: str, checkpoint: Callable[[str], Path]) -> None:
 
 
 def test_histories_and_times(checkpoint: Callable[[str], Path]) -> None:
-    """The states are those that the published loop has gone through."""
+    """Histories are the states of the published loop."""
     prompt = random_prompt(20, 3)
     model = load_reference(checkpoint("mha"))
     decoded = golden.reference(model, prompt, **BLOCKS)

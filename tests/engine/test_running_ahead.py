@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that is launched before the results of the one before are handed out."""
+"""Steps that are launched before the results of the previous step are returned."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from vllm.diffusion.memory import StepShape
 
 @pytest.fixture
 def launches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The requests of every launched step; steps are launched ahead."""
+    """Launch steps ahead, and return a list that receives the requests of every step."""
     monkeypatch.setattr(engine.loop, "runs_ahead", True)
     return record_steps(engine, monkeypatch)
 
@@ -80,7 +80,7 @@ def test_an_abort_under_way_leaves_the_others_alone(
     for _ in range(3):
         engine.llm.llm_engine.step()
     engine.llm.llm_engine.abort_request([aborted], internal=True)
-    start(engine, "comes", request)  # may get the memory of the one that went
+    start(engine, "comes", request)  # may get the memory of the aborted request
     answers = finish(engine)
     assert answers.keys() == {"stays", "comes"}
     assert answers["stays"].token_ids == answers["comes"].token_ids == alone.token_ids
@@ -118,7 +118,7 @@ def test_a_launch_that_fails_harms_no_result_before_it(
         (answer,) = engine.ask(as_request(prompt, **BLOCKS))
     assert answer.finish_reason == "error"
     assert "the launch broke" in answer.report["error"]
-    assert len(answer.token_ids) == 16  # two blocks of 4 steps
+    assert len(answer.token_ids) == 16  # two finished blocks of 4 steps
     assert answer.token_ids == wanted.ids[:16]
     assert engine.is_idle()
     (again,) = engine.ask(as_request(prompt, **BLOCKS))
@@ -133,7 +133,7 @@ def test_shares_of_the_requests_step_one_behind_the_other(
     monkeypatch: pytest.MonkeyPatch,
     cache: str,
 ) -> None:
-    """Two steps are under way while results are taken in; tokens and forwards stay."""
+    """Requests step in two shares, so that two steps are in flight. Tokens do not change."""
     prompt, _ = clear_case(model, 20, **BLOCKS)
     asks = [as_request(prompt[i:], **BLOCKS, cache=cache) for i in range(4)]
     alone = [engine.ask(ask)[0] for ask in asks]
@@ -198,7 +198,7 @@ def test_steps_in_chunks_are_not_launched_ahead(
 def test_a_pause_collects_what_was_launched(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing more is launched: three steps later nothing is to be done, until it goes on."""
+    """During a pause nothing is launched, and after three steps no results are pending."""
     monkeypatch.setattr(engine.loop, "runs_ahead", True)
     asks = [Request(random_prompt(20, seed), {**BLOCKS, "ignore_eos": True}) for seed in range(3)]
     wanted = [answer.token_ids for answer in engine.ask(*asks)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP handlers read, in the context that each family's visibility gives it."""
+"""Score queries of the HTTP handlers give each token the context that its family attends to."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def as_ask(query: ScoreQuery) -> Request:
 
 
 def row(model: Any, tokens: Sequence[int], position: int, block_length: int | None) -> torch.Tensor:
-    """[V] fp64 log probabilities of the token at a position."""
+    """Return the log probabilities at a position in float64, [V]."""
     compute = model.logits
     if block_length is not None:
         compute = partial(model.logits, block_length=block_length)
@@ -40,7 +40,7 @@ def row(model: Any, tokens: Sequence[int], position: int, block_length: int | No
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path], name: str) -> None:
-    """Everything before it, and masks to the end of what it sees; of blocks, those of its own."""
+    """The context is all earlier tokens, then masks to the end of the block, or of the tokens."""
     folder = checkpoint(name)
     model = load_reference(folder)
     with running(folder) as engine:
@@ -74,7 +74,7 @@ def reply_score() -> dict[str, Any]:
 def test_masks_complete_the_windows_of_a_prompt_that_is_read(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    """Where rows choose their experts by windows; beside prompts of other lengths."""
+    """Masks fill the last window where rows choose experts by windows, also in mixed batches."""
     folder = checkpoint("llada22")
     model = load_reference(folder)
     prompts = [random_prompt(length, length) for length in (21, 5, 16, 9)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are read and not written: log probabilities of tokens at positions."""
+"""Requests for scores, which write no token: log probabilities of tokens at positions."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def score(prompt: list[int], positions: Any = POSITIONS, token_ids: Any = TOKEN_
 def plain(
     logits: torch.Tensor, token_ids: Sequence[Sequence[int]]
 ) -> tuple[list[list[float]], list[int]]:
-    """Log probabilities by the plain formula: fp64 sums, rounded to fp32; and the best tokens."""
+    """Return fp64 log probabilities by the plain formula, rounded to fp32, and the best tokens."""
     values = torch.log_softmax(logits.double(), dim=-1).float()
     actual = [row[list(ids)].tolist() for row, ids in zip(values, token_ids, strict=True)]
     return actual, logits.argmax(dim=-1).tolist()
@@ -75,9 +75,9 @@ def assert_scored(
     torch.testing.assert_close(actual, values, rtol=tolerance, atol=tolerance)
 
 
-# First in this file: where no other engine is there yet, its ranks are forked.
+# This test is the first one of the file, because ranks are only forked if no engine ran before.
 def test_two_ranks_score_as_one(tmp_path: Path) -> None:
-    """300 logit columns: the second rank has columns that no token comes from."""
+    """With 300 logit columns, the second rank has columns of padding that no token has."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model, prompt = load_reference(folder), holed_prompt()
     token_ids = [*TOKEN_IDS[:-1], [17, 299, 150, 149]]
@@ -98,7 +98,7 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine, model: Any) ->
 def test_every_bit_is_that_of_the_plain_formula(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the logits that the engine computed, which differ from the reference's by rounding."""
+    """The formula is applied to the engine's logits, which the reference matches up to rounding."""
     computed: list[torch.Tensor] = []
     compute = DiffusionModel.compute_logits
 
@@ -129,7 +129,7 @@ def test_beside_requests_that_are_written(engine: Engine, model: Any, runs_ahead
 
 
 def test_many_rows_in_small_parts(engine: Engine, model: Any, monkeypatch: Any) -> None:
-    """Rows whose logits are copied a few at a time keep their own tokens."""
+    """Logits that are copied a few rows at a time are scored with the tokens of their own rows."""
     monkeypatch.setattr(sampler, "COPIES_BYTES", 3 * sampler.BYTES_OF_COPIES * VOCAB_SIZE)
     prompt = random_prompt(MAX_MODEL_LEN - 1, 3)
     positions = list(range(len(prompt)))
@@ -152,7 +152,7 @@ def test_the_most_likely_tokens_of_a_row(engine: Engine, model: Any) -> None:
 
 
 def test_guidance_hides_the_context_alone(engine: Engine, model: Any) -> None:
-    """What is known of the target stays visible in the second sequence."""
+    """The second sequence of guidance still contains the known tokens of the target."""
     prompt, length = holed_prompt(), 9
     ask = score(prompt)
     ask.extra["score"] |= {"cfg_scale": 1.5, "context_length": length}
@@ -219,7 +219,7 @@ def test_other_parameters_beside_a_score_are_refused(engine: Engine) -> None:
 
 
 def test_families_that_shift_their_logits(checkpoint: Callable[[str], Path]) -> None:
-    """The row before a position predicts it; the first position predicts itself."""
+    """The row before a position predicts it, and the first position predicts itself."""
     folder = checkpoint("dream")
     prompt = holed_prompt()
     with running(folder) as engine:

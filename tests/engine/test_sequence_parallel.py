@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows divided over ranks: tokens, records and memory are those of one rank.
+"""Rows that are divided over ranks give the tokens, trajectories and memory of one rank.
 
-Ranks are threads here (`tests/engine/ranks.py`); tests/engine/test_tensor_parallel.py has
-processes.
+Ranks are threads here (`tests/engine/ranks.py`) and processes in
+tests/engine/test_tensor_parallel.py.
 """
 
 import re
@@ -24,13 +24,13 @@ from vllm.diffusion.memory import Plan, Planner
 from vllm.diffusion.memory.plan import ChunkRows, Residency
 
 DIVIDED = Plan(Residency(False, shards=2), CUT.rows)
-# Read at the first and the last row of every 16.
+# Scored positions: the first and the last row of every 16.
 READ = [0, 15, 16, 31, 32, 47, 48, 63]
 SCORED = Request(random_prompt(64, 9), {"score": {"positions": READ, "token_ids": [[5, 6]] * 8}})
 
 
 def use(plan: Plan, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all ranks follow a plan; where keys and values are kept that of one rank."""
+    """Make all ranks follow a plan, and the same plan for one rank if the step has a cache."""
     alone = replace(plan, layout=plan.layout._replace(shards=1))
     for runner in ranks.runners:
         monkeypatch.setattr(runner.planner, "plan", lambda step, *_: alone if step.keeps else plan)
@@ -40,7 +40,7 @@ def use(plan: Plan, ranks: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_divided_steps_give_the_same_tokens(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and in a batch, guided, drawn, whole and in chunks."""
+    """Tokens are the same alone, in a batch, with guidance, sampled, whole and in chunks."""
     own = Request(random_prompt(33, 5), SHORT)
     with running(checkpoint(family)) as engine:
         whole, alone = tokens(engine.ask(*whole_asks())), tokens(engine.ask(own))
@@ -56,7 +56,7 @@ def test_divided_steps_give_the_same_tokens(
 def test_head_groups_host_rows_and_kept_keys_give_the_same_tokens(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with kept keys and values is every rank's own."""
+    """Steps with a cache are not divided: every rank computes them as a whole."""
     with running(checkpoint("mha")) as engine:
         wanted, whole = tokens(engine.ask(*mixed_asks())), tokens(engine.ask(*whole_asks()))
     with ranked(checkpoint("mha"), 2) as (engine, ranks):
@@ -71,7 +71,7 @@ def test_head_groups_host_rows_and_kept_keys_give_the_same_tokens(
 def test_four_ranks_divide_few_rows(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five rows are two of each rank but the last two, which have one and none."""
+    """Of five rows, the first two ranks have two each, the third has one and the last has none."""
     few = Request([7], {**SHORT, "gen_length": 4, "block_length": 4})
     with running(checkpoint("mha")) as engine:
         wanted, whole = tokens(engine.ask(few)), tokens(engine.ask(*whole_asks()))
@@ -88,11 +88,11 @@ def test_four_ranks_divide_few_rows(
 def test_records_are_bit_equal(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where chunks have as many rows on one rank as on two, no number is another one."""
+    """Records are equal to the bit if chunks have the same number of rows on one and two ranks."""
     answers = []
     for shards in (1, 2):
         with ranked(checkpoint("mha"), shards) as (engine, ranks):
-            # In host memory, so that one rank runs the same products, too.
+            # With rows in host memory, one rank computes the same products.
             layout = Residency(False, host_residual=True, shards=shards)
             use(Plan(layout, ChunkRows(16, 16, 16, 4)), ranks, monkeypatch)
             answers += engine.ask(replace(SCORED, sampling={"max_tokens": 1}))
@@ -104,7 +104,7 @@ def test_records_are_bit_equal(
 def test_guided_answers_are_those_of_one_rank(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank reads all rows of such a step, in parts, with those of others beside them."""
+    """The first rank samples guided steps in parts; they also contain rows of other requests."""
     guided = guided_asks(["semi_ar", "guidance"], 0.0, json=SCHEMA)
     guided += guided_asks(["dream"], 0.7, regex="[a-z]{3,8}!")
     guided.append(replace(guided[0], sampling={"logprobs": 2}))
@@ -126,13 +126,13 @@ def test_only_steps_of_enough_rows_are_divided(checkpoint: Callable[[str], Path]
 
 
 def test_slices_and_aborts(checkpoint: Callable[[str], Path]) -> None:
-    """A divided step in slices, others beside it, and one that goes in the middle of its step."""
+    """A divided step runs in slices while other requests step, and a request aborts in its step."""
     long, beside = Request(random_prompt(150, 1), {**SHORT, "cfg_scale": 1.0}), mixed_asks()
     with running(checkpoint("mha")) as engine:
         wanted = tokens(engine.ask(long, *beside))
     with ranked(checkpoint("mha"), 2, min_tokens=100) as (engine, ranks):
         upstream = engine.llm.llm_engine
-        engine.cut_steps(4e-3)  # as the planner predicts, less than a step
+        engine.cut_steps(4e-3)  # seconds of prediction, less than a step
         for gone in (True, False):
             name = start(engine, "long", long)
             names = [start(engine, str(number), ask) for number, ask in enumerate(beside)]
@@ -175,7 +175,7 @@ def test_measured_peaks_are_at_most_the_predicted_ones(
         assert 0.85 < again.report["peak_bytes"] / predicted <= 1.0
 
 
-# ---- what cannot be divided ----
+# ---- settings that exclude division ----
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_cannot_be_divided_stops_the_start(
 
 
 class Other(Executor):
-    """One that starts other processes."""
+    """An executor that starts other processes."""
 
 
 def test_upstream_counts_a_process_for_every_rank(checkpoint: Callable[[str], Path]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory lent to a trainer while requests wait."""
+"""Sleep mode: memory is released to a trainer while requests wait."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ GRID = {"gen_length": 24, "block_length": 8}
 
 
 def begun(engine: Engine, ask: Request, num_steps: int) -> Any:
-    """The canvas of a request that has taken so many steps."""
+    """Start a request and return its canvas after `num_steps` steps."""
     start(engine, "a", ask)
     while True:
         engine.llm.llm_engine.step()
@@ -33,7 +33,7 @@ def begun(engine: Engine, ask: Request, num_steps: int) -> Any:
 def test_a_request_sleeps_and_goes_on(
     family: str, parameters: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
-    """Nothing is kept meanwhile; the answer is as exact as without."""
+    """The engine holds no cache while it sleeps, and the answer does not change."""
     ask = Request(random_prompt(70), {**parameters, "ignore_eos": True, "return_trajectory": True})
     with running(checkpoint(family), enable_sleep_mode=True) as engine:
         (wanted,) = engine.ask(ask)
@@ -95,7 +95,7 @@ def test_sleep_wants_its_flag(checkpoint: Callable[[str], Path]) -> None:
 def test_weights_come_back_where_they_were(
     quantization: str | None, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Addresses and captured graphs stay; the card has the memory meanwhile."""
+    """Addresses and captured graphs remain valid, and the GPU has the memory during the sleep."""
     ask = Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
     settings = {"quantization": quantization, "dtype": "bfloat16", "enable_sleep_mode": True}
     with running(checkpoint("mha"), **settings) as engine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts beside a step: right ones save forwards, wrong ones change nothing."""
+"""Drafts in a step: accepted ones save forward passes, rejected ones change no token."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ from tests.engine.harness import (
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.block_grid import GridRule
-from vllm.diffusion.decoding.drafting import Drafter, DraftState
-from vllm.diffusion.engine.worker.draft_budget import StepTimes
+from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState
+from vllm.diffusion.engine.step_times import StepTimes
 
 ONE_BY_ONE: dict[str, Any] = {"gen_length": 32, "block_length": 32, "steps": 32}
 SHORT: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
@@ -39,7 +39,7 @@ Draft = Callable[[DraftState, Any, int, Any], list[DraftState]]
 
 
 class Recorded:
-    """The states that a request goes through without drafts, as an oracle of those to come."""
+    """The states of a request without drafts, which serve as an oracle for later states."""
 
     def __init__(self, engine: Engine, ask: Request, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states = list[DraftState]()
@@ -54,12 +54,12 @@ class Recorded:
 
     @staticmethod
     def reaches(current: DraftState, state: DraftState) -> bool:
-        """Whether their forwards are of the same kind."""
+        """Return whether both states have forward passes of the same kind."""
         is_grid = isinstance(current.rule, GridRule)
         return state.target.rows == current.target.rows or is_grid
 
     def draft(self, current: DraftState, source: Any, most: int, chance: Any) -> list[DraftState]:
-        """The states that follow, as far as their forwards are of the same kind."""
+        """Return the next states, up to the first one with another kind of forward pass."""
         here = next(
             i
             for i, state in enumerate(self.states)
@@ -76,7 +76,7 @@ class Recorded:
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Draft], None]]:
-    """Sets how states are drafted."""
+    """Yield a function that replaces the way in which states are drafted."""
     yield lambda draft: monkeypatch.setattr(Drafter, "draft", lambda _, *given: draft(*given))
 
 
@@ -88,7 +88,7 @@ def wrong_token(state: DraftState, chance: random.Random) -> DraftState:
 
 
 def wrong_position(state: DraftState, chance: random.Random) -> DraftState:
-    """One committed position is open, and one that is open is not wanted."""
+    """Return the state with one committed position open and one open position not sampled."""
     eligible = state.target.eligible
     return state._replace(
         target=state.target._replace(eligible=eligible[1:] if len(eligible) > 1 else eligible - 1)
@@ -123,7 +123,7 @@ def test_an_oracle_saves_forwards(
     for most in (1, 3, 7):
         (answer,) = engine.ask(*speculating([ask], most))
         assert (answer.token_ids, answer.num_steps) == (recorded.answer.token_ids, steps)
-        # The first forward has no drafts beside it, as nothing is known.
+        # The first forward pass has no drafts, because no candidates exist.
         assert answer.num_forwards == 1 + -(-(steps - 1) // (most + 1))
 
 
@@ -134,7 +134,7 @@ def test_an_oracle_saves_forwards_of_kept_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three blocks of 16 steps; a whole forward at the start of a block has no drafts."""
+    """Of three blocks with 16 steps, the whole forward pass of each block has no drafts."""
     parameters = {"gen_length": 48, "block_length": 16, "steps": 48, "cache": cache}
     ask = as_request(random_prompt(50, 5), **parameters)
     recorded = Recorded(engine, ask, monkeypatch)
@@ -157,7 +157,7 @@ def test_an_oracle_saves_forwards_of_exact_keys(
     drafts: Callable[[Draft], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Drafts reach into blocks that follow; finished ones are stored with a later forward."""
+    """Drafts reach into later blocks. Finished blocks are stored with a later forward pass."""
     parameters = {"algorithm": "semi_ar", "gen_length": 40, "block_length": 4, "steps_per_block": 4}
     parameters |= {"temperature": temperature, "seed": 4, "ignore_eos": True}
     with running(checkpoint("sdar")) as engine:
@@ -255,7 +255,7 @@ def test_a_model_that_predicts_the_mask(checkpoint: Callable[[str], Path]) -> No
 
 
 def test_who_takes_no_part(engine: Engine) -> None:
-    """Nobody is refused for a server's default; who asks for it hears why it cannot be."""
+    """Guided requests have no drafts. Algorithms without drafts and too many drafts are refused."""
     (guided,) = engine.ask(
         Request(
             [1, 2, 3], {"structured_outputs": {"regex": "[ab]{3}"}, "num_speculative_states": 3}
@@ -290,7 +290,7 @@ def test_memory_that_runs_out_costs_guesses_alone(
 def test_several_answers_and_aborts(
     engine: Engine, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers that share a prompt, and requests that go in the middle of a block."""
+    """Drafts change no token of answers with a common prompt, or after an abort within a block."""
     monkeypatch.setattr(engine.loop, "runs_ahead", cache in ("dual", "none"))
     parameters = {**SHORT, "cache": cache, "ignore_eos": True}
     several = Request(random_prompt(40, 2), parameters, {"n": 4, "temperature": 0.3, "seed": 3})
@@ -315,7 +315,7 @@ def test_several_answers_and_aborts(
 def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
     checkpoint: Callable[[str], Path], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How a step's time grows with its rows is made up: as on a GPU."""
+    """Drafting stops where drafts are rejected. The times of steps are made up, as of a GPU."""
     times = StepTimes.of({52 * n: 1 + 0.1 * n for n in range(1, 9)})
     monkeypatch.setattr(StepTimes, "of", lambda _: times)
     with running(checkpoint("mha"), additional_config=WEIGHED) as engine:
@@ -334,7 +334,7 @@ def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
             drafted.append((answer.report["states_drafted"], answer.report["states_accepted"]))
     (first, none), (second, nothing), _, (fourth, held) = drafted
     assert (none, nothing, second) == (0, 0, 0)
-    assert 0 < first < 7 * 32  # all of them in fewer than 32 steps
+    assert 0 < first < 7 * 32  # drafting stopped within 32 steps
     assert fourth == held > 16
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells when it starts: what it runs on, and nothing that does not apply."""
+"""The log of an engine's start reports the hardware, and omits lines that do not apply."""
 
 import functools
 import importlib
@@ -29,7 +29,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOMS = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")
 
 
-# ---- what the engine runs on -------------------------------------------------------------------
+# ---- hardware ----------------------------------------------------------------------------------
 
 
 def test_an_engine_says_what_it_runs_on(engine: Engine) -> None:
@@ -155,12 +155,12 @@ def test_those_that_were_given_are_named_in_one_line(given: list[str], named: st
     assert lines == ([] if named is None else [(logging.WARNING, text)])
 
 
-# ---- lines of upstream's -----------------------------------------------------------------------
+# ---- lines of upstream -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", log_filter.LEFT_OUT)
 def test_the_lines_that_are_left_out_are_upstreams(module: str) -> None:
-    """A line that upstream words otherwise would come back unnoticed."""
+    """If upstream changes the words of a line, the filter would no longer match it."""
     source = inspect.getsource(importlib.import_module(module))
     for beginning in log_filter.LEFT_OUT[module]:
         assert f'"{beginning}' in source, beginning
@@ -178,7 +178,7 @@ def test_other_lines_of_the_same_loggers_stay() -> None:
 
 
 def test_the_end_of_an_engine_leaves_no_stack_trace() -> None:
-    """Of other errors it stays. Which process has ended is told in upstream's words."""
+    """Only a dead engine is logged without a stack trace, with upstream's name of the process."""
     from vllm.v1 import utils
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -217,7 +217,7 @@ def test_the_first_line_says_what_is_started() -> None:
 
 
 def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
-    """The scripts allow it by default; the line that says what is served names both."""
+    """The scripts allow such lengths by default, and the start logs both lengths."""
     log_filter.drop_irrelevant_lines()
     logger = logging.getLogger("vllm.config.model")
     warning = "User-specified max_model_len (204800) is greater than the derived max_model_len"
@@ -245,7 +245,7 @@ def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
 
 
 def test_a_full_disk_of_the_log_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress bars, which upstream draws while it loads weights, fail there."""
+    """Upstream's progress bars for loading weights write to the same full disk."""
 
     def load() -> int:
         return sum(tqdm(range(3)))
@@ -257,7 +257,7 @@ def test_a_full_disk_of_the_log_ends_no_start(monkeypatch: pytest.MonkeyPatch) -
         assert log_filter.drop_unwritable_output()(load)() == 3
         assert sys.stderr is full
         is_done = True
-    assert is_done  # closing it fails
+    assert is_done  # only closing the log fails
 
 
 def test_a_log_that_can_be_written_has_the_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device is told of a step keeps its names on the way."""
+"""Inputs of a step keep their field names on their way to the device."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_arrays_arrive_under_the_names_that_they_left_under(device: str) -> None
 
 
 def test_runs_are_laid_out_by_the_place_of_their_keys() -> None:
-    """Where their queries lay before does not matter."""
+    """The layout orders spans by their keys, whatever the order of their queries."""
     cached = [Span(100, 102, 64, 70, in_pages=True), Span(7, 8, 0, 9, 4, 8, in_pages=True)]
     own, paged = lay_out([*SPANS, *cached], NO_PAGES)
     wanted = AttentionLayout.of(SPANS, "cpu")

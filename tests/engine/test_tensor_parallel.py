@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are processes, on the CPU (gloo), decode what one process decodes.
+"""Ranks in separate processes, on the CPU with gloo, decode the tokens of one process.
 
-They are in one file: those of two tests at once would only wait for each other.
+All of these tests are in one file, because ranks of two tests at once would wait for each other.
 """
 
 import math
@@ -63,7 +63,7 @@ def shrink_rank(worker: Any) -> None:
 
 
 def break_rule(worker: Any) -> None:
-    """On this rank, requests of 12 prompt tokens cannot go beyond their first block."""
+    """Make requests with 12 prompt tokens fail after their first block on this rank."""
     from vllm.diffusion.decoding.threshold import Threshold
 
     prepare = Threshold.prepare
@@ -77,14 +77,15 @@ def break_rule(worker: Any) -> None:
 
 
 def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
-    """Heads, vocabulary and noise are split; in a batch, after a refusal, alone, and in chunks.
+    """Two ranks that split heads, vocabulary and noise give the reference's tokens.
 
-    In a small pool steps run in chunks, which must be the same on both ranks. A rule that fails on
-    both ends its own request. Steps in slices stop after the same chunk. A rank that fails by
-    itself ends the requests of that step, and both go on.
+    Requests run in a batch, after a refusal, alone, and in chunks. In a small pool both ranks must
+    cut steps into the same chunks. A rule that fails on both ranks ends its own request. Steps in
+    slices stop after the same chunk on both ranks. If one rank fails, the requests of that step
+    end, and both ranks continue.
 
-    300 logit columns are no multiple of what upstream pads to, so the second rank has columns
-    that no token may come from.
+    300 logit columns are no multiple of upstream's padding, so that the second rank has columns
+    that belong to no token.
     """
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
@@ -106,7 +107,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         assert_decoded(chunked, wanted)
         peaks = [max(a.report["peak_bytes"] for a in answers) for answers in (chunked, whole)]
         assert peaks[0] <= POOL_BYTES < peaks[1]
-        engine.cut_steps(1.2e-4)  # less than any step, more than any chunk
+        engine.cut_steps(1.2e-4)  # seconds: less than any step, more than any chunk
         assert_decoded(engine.ask(*asks), wanted)
         engine.cut_steps(math.inf)
         few, wanted = asks[2:5], wanted[2:5]
@@ -114,7 +115,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
         broken = engine.ask(*few)
         assert ["RankError" in answer.report["error"] for answer in broken] == [True] * len(few)
         engine.llm.collective_rpc(fail_once, args=("memory",))
-        # All ranks try the same step again, without drafts.
+        # After a failed step, all ranks repeat it without drafts.
         assert_decoded(engine.ask(*speculating(few, 2)), wanted)
         engine.llm.collective_rpc(break_rule)
         first, *others = engine.ask(*few)
@@ -127,7 +128,7 @@ def run_ahead(worker: Any) -> None:
 
 
 def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
-    """Each rank chooses by itself who takes part in the step that it launches ahead."""
+    """Each rank chooses on its own which requests take part in a step launched ahead."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
     prompt, wanted = clear_case(model, 20, **TWO_BLOCKS)
@@ -147,7 +148,7 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
 
 
 def test_gpus_equal_the_reference(num_gpus: int, tmp_path: Path) -> None:
-    """Their kernels sum; a rank that fails leaves the others waiting in them."""
+    """GPUs sum in kernels, in which the other ranks wait if one rank fails."""
     folder = make_checkpoint(tmp_path, seed=10, n_kv_heads=2, embedding_size=300)
     model = load_reference(folder)
     asks, wanted = clear_cases(model, REQUESTS)
@@ -159,7 +160,7 @@ def test_gpus_equal_the_reference(num_gpus: int, tmp_path: Path) -> None:
         assert_decoded(engine.ask(*asks), wanted)
 
 
-# Read in one forward of 64 rows, which is a graph.
+# These positions are scored in one forward pass of 64 rows, which runs as a graph.
 READ = list(range(0, 64, 5))
 SCORED = Request(
     random_prompt(64, 9),
@@ -173,7 +174,7 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 def scores(folder: Path, **settings: Any) -> torch.Tensor:
-    """Log probabilities of some tokens of a forward."""
+    """Return the log probabilities of some tokens in one forward pass."""
     with running(folder, dtype="bfloat16", **settings) as engine:
         (answer,) = engine.ask(SCORED)
         return torch.tensor(answer.report["scores"]["logprobs"])
@@ -186,7 +187,10 @@ def scores(folder: Path, **settings: Any) -> torch.Tensor:
 def test_gpus_score_as_well_as_one(
     family: str, quantization: str | None, num_gpus: int, tmp_path: Path
 ) -> None:
-    """In bf16 and quantised, ranks their own columns: as near to plain weights as one GPU is."""
+    """Ranks with weights in bf16 or quantised are as close to plain weights as one GPU.
+
+    Each rank quantises its own columns.
+    """
     folder = make_checkpoint(tmp_path, family=family, seed=9, gain=1.0, **WIDE[family])
     plain = scores(folder)
     one = plain if quantization is None else scores(folder, quantization=quantization)
@@ -199,17 +203,18 @@ def test_gpus_score_as_well_as_one(
 
 
 def dividing(size: int) -> dict[str, Any]:
-    """Settings of an engine whose long steps so many ranks divide."""
+    """Return settings of an engine that divides long steps over `size` ranks."""
     divided = {"sequence_parallel_size": size, "sequence_parallel_min_tokens": 100}
     return {"additional_config": {"dllm": {"longest_pause_ms": 0, **divided}}}
 
 
 def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> None:
-    """Divided, undivided, with kept keys and values, in slices, after an abort, and after errors.
+    """Check that ranks decode the tokens of one process in all ways of running.
 
-    A rank that fails by itself in a divided step ends the requests of that step. At last with the
-    weights of another checkpoint, in place, which every rank is sent from a place of its own; what
-    one rank cannot take, none has.
+    Steps are divided, undivided, cached and in slices, and follow an abort and errors. If one rank
+    fails in a divided step, the requests of that step end. Finally, the weights of another
+    checkpoint are loaded in place, and every rank receives them from its own folder. If one rank
+    cannot load them, no rank uses them.
     """
     root = folder.parent / f"{folder.name}-others"
     dllm = {**ranks["additional_config"]["dllm"], "weight_update_root": str(root)}
@@ -222,7 +227,7 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
         wanted, whole = tokens(engine.ask(long, *mixed_asks())), tokens(engine.ask(*whole_asks()))
     with running(folder, **ranks) as engine:
         checksums = engine.llm.collective_rpc("compute_weight_checksums")
-        assert len(set().union(*checksums)) == sum(map(len, checksums))  # no two of one name
+        assert len(set().union(*checksums)) == sum(map(len, checksums))  # all names differ
         assert tokens(engine.ask(*whole_asks())) == whole
         assert tokens(engine.ask(long, *mixed_asks())) == wanted
         engine.cut_steps(8e-3)
@@ -242,7 +247,7 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
         engine.llm.start_weight_update()
         with pytest.raises(Exception, match=r"path|rank failed"):
             engine.llm.update_weights({"update_info": [*paths[:-1], {"path": "missing"}]})
-        engine.llm.start_weight_update()  # on all ranks the one before is over
+        engine.llm.start_weight_update()  # the failed update has ended on all ranks
         engine.llm.update_weights({"update_info": paths})
         engine.llm.finish_weight_update()
         changed = tokens(engine.ask(*whole_asks()))
@@ -254,11 +259,11 @@ def processes_equal_one(folder: Path, ranks: dict[str, Any], *errors: str) -> No
 def test_divided_rows_equal_one_process(
     tensor_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Two of them, and four that have halves of the weights besides."""
+    """Rows are divided over two processes, or over two pairs that split the weights."""
     ranks = {**dividing(2), "tensor_parallel_size": tensor_size}
     processes_equal_one(checkpoint("mha"), ranks, "other", "memory")
 
 
 def test_rows_divided_over_gpus_equal_one(num_gpus: int, checkpoint: Callable[[str], Path]) -> None:
-    """With graphs of the steps that are not divided, which others follow at once."""
+    """Undivided steps run as graphs, and divided steps follow them at once."""
     processes_equal_one(checkpoint("mha"), dividing(num_gpus))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories: replayed on plain networks, for every family, algorithm and option."""
+"""Trajectories agree with a replay on plain networks, for every family, algorithm and option."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ HOLES = [5, MASK_ID, 7, MASK_ID, MASK_ID, 9]
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.2}
 GRID = {"gen_length": 13, "block_length": 4, "temperature": 1.0, "seed": 3}
 SHORT_DREAM = {**DREAM, "gen_length": 12}
-# What no published loop has; a prompt, or its length, and parameters.
+# Options that no published loop has: a prompt or its length, and parameters.
 OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "mha": [
         (9, {**NOISY, "temperature": 0.8, "top_p": 0.8, "min_p": 0.01, "top_k": 30}),
@@ -79,9 +79,9 @@ OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
 
 
 def of_loops(name: str) -> Iterator[tuple[Request, dict[str, Any]]]:
-    """The requests of the written runs whose states a plain forward can follow, and the runs.
+    """Yield requests and recorded runs whose states a plain forward pass can follow.
 
-    Of the runs of an algorithm, the first one that has a parameter stands for its other numbers.
+    For each parameter of an algorithm, the first recorded run represents all numeric values.
     """
     replayed = set[tuple[Any, ...]]()
     for key, actual in golden.STORE.runs.items():
@@ -109,7 +109,7 @@ def of_loops(name: str) -> Iterator[tuple[Request, dict[str, Any]]]:
 
 @pytest.mark.parametrize("family", OF_LOOPS)
 def test_every_written_run_is_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """Its log probabilities, entropies, tokens, and the step that committed each of them."""
+    """A replay gives the log probabilities, entropies, tokens and commit steps of each run."""
     folder = checkpoint(family)
     model = load_reference(folder, torch.float64)
     asks, runs = zip(*of_loops(golden.name_of(load_reference(folder))), strict=True)
@@ -133,7 +133,7 @@ def test_every_written_run_is_replayed(family: str, checkpoint: Callable[[str], 
 
 @pytest.mark.parametrize("family", OPTIONS)
 def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """And what is drawn depends neither on who else is in the batch nor on drafts."""
+    """A replay agrees, and samples depend neither on other requests of the batch nor on drafts."""
     model = load_reference(checkpoint(family), torch.float64)
     asks = []
     for given, parameters in OPTIONS[family]:
@@ -146,7 +146,7 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
         for ask, drafts in zip(asks, able, strict=True):
             try:
                 again += engine.ask(replace(ask, extra=ask.extra | (guessing if drafts else {})))
-            except refusal_error():  # the algorithm drafts nothing
+            except refusal_error():  # the algorithm supports no drafts
                 again += engine.ask(ask)
     for ask, answer, alone in zip(asks, answers, again, strict=True):
         actual, same = answer.report["trajectory"], alone.report["trajectory"]
@@ -165,7 +165,7 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
 def test_every_token_of_an_answer_has_its_step(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """With every algorithm, greedy and drawn, also where the last step ends the answer."""
+    """Tokens have a commit step with every algorithm, greedy or sampled, also at an early stop."""
     parameters = {"gen_length": 24, "block_length": 8, "return_trajectory": True}
     ways: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({}, STOPS),
@@ -193,7 +193,7 @@ def test_every_token_of_an_answer_has_its_step(
         assert actual["token_ids"][: own.stop] == answer.token_ids, ask.extra
         assert all(actual["commit_steps"][index] > 0 for index in own), ask.extra
         has_none = {index for index in own if actual["logprobs"][index] is None}
-        if ask.extra["algorithm"] != "levenshtein":  # whose tokens move
+        if ask.extra["algorithm"] != "levenshtein":  # its tokens move
             assert has_none <= {*actual["filled"]}, ask.extra
 
 
@@ -201,7 +201,7 @@ def test_every_token_of_an_answer_has_its_step(
 def test_what_an_early_stop_fills_is_recorded(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Also where the step that ends the answer is the one after which it is filled."""
+    """Filled tokens are recorded even if the step that ends the answer precedes the fill."""
     parameters = {**PLAIN, **SEVERAL, "algorithm": "multi_block", "early_stop": True}
     asks = [
         Request(random_prompt(5 + seed, seed), {**parameters, "logit_bias": {str(EOS_ID): bias}})
@@ -238,7 +238,7 @@ def complete(actual: dict[str, Any], start: int, stop: int) -> bool:
 def test_blocks_are_completed(
     family: str, parameters: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
-    """The block of the stop token; the answer stays what it is without."""
+    """The block of the stop token is completed, and the answer does not change."""
     model = load_reference(checkpoint(family), torch.float64)
     prompt, num_longer = random_prompt(13), 0
     asks = [
@@ -262,14 +262,15 @@ def test_blocks_are_completed(
                 assert (len(prompt) + end) % actual["block_length"] == 0
             assert actual["finish_reason"] == whole.finish_reason
             assert replay(model, prompt, actual, runs_loop=False).agrees
-    assert num_longer or actual["edits"]  # rules that edit end with their block in any case
+    # Rules with edits always end with a whole block.
+    assert num_longer or actual["edits"]
 
 
 def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) -> None:
     (answer,) = engine.ask(Request(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True}))
     actual = answer.report["trajectory"]
     assert actual["block_starts"] == [0, 8, 16, 24]
-    assert actual["num_steps"] >= 16  # the last step fills what was predicted to be masked
+    assert actual["num_steps"] >= 16  # the last step fills positions predicted as masks
     for index, (step, own) in enumerate(
         zip(actual["commit_steps"], actual["block_steps"], strict=True)
     ):
@@ -278,7 +279,7 @@ def test_block_steps_count_from_the_first_step_of_their_block(engine: Engine) ->
 
 
 def test_others_that_want_more_leave_and_it_stays(engine: Engine) -> None:
-    """What is found for a step has as many rows as whoever wants most; they come and go."""
+    """A step has the batch's maximum of logprobs per row, which falls when that request ends."""
     traced = Request(random_prompt(9, 1), {**BLOCKS, **ASKED, "ignore_eos": True})
     alone = engine.ask(traced)[0].report["trajectory"]
     shorter = {"gen_length": 8, "steps": 4, "ignore_eos": True}
@@ -290,7 +291,7 @@ def test_others_that_want_more_leave_and_it_stays(engine: Engine) -> None:
 
 
 def test_every_answer_has_its_own_and_stop_strings_end_one(engine: Engine) -> None:
-    """A likelihood has none, and entropies want a trajectory."""
+    """Each answer has its own trajectory, a likelihood has none, and entropies require one."""
     parameters = {**BLOCKS, "return_trajectory": True}
     whole, cut, plain = engine.outputs(
         Request(random_prompt(6), parameters, {"detokenize": True}),

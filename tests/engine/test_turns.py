@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in a step: the order, the row budget, and that nobody waits for ever."""
+"""Which requests take part in a step: their order, the row budget, and bounded waiting."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ def test_the_first_goes_and_the_others_while_they_fit(next_rows: dict[str, int])
 def test_forwards_that_can_be_cut_fill_the_step(
     blocks: dict[str, int], data: st.DataObject
 ) -> None:
-    """They have whole blocks, at least one, and all that fit."""
+    """A divisible forward pass has whole blocks, at least one, and as many rows as fit."""
     units = {req_id: data.draw(st.sampled_from([4, 8, 32, 64])) for req_id in blocks}
     wanted = {req_id: count * units[req_id] for req_id, count in blocks.items()}
     taken = take_turns(wanted, BUDGET, units)
@@ -60,7 +60,7 @@ def test_whoever_is_too_large_goes_alone() -> None:
 def test_nobody_waits_for_more_steps_than_there_are_before_it(
     turns: dict[str, int], data: st.DataObject
 ) -> None:
-    """Rows change with every step, and newcomers never stop coming."""
+    """Row counts change with every step, and new requests arrive all the time."""
     waited = dict.fromkeys(turns, 0)
     ahead = {req_id: place for place, req_id in enumerate(turns)}
     for number in range(20):
@@ -108,7 +108,7 @@ def test_a_step_behind_another_is_of_one_kind_and_of_nobody_under_way(
     fit_a_graph = sum(wish.rows for wish in parameters.values() if wish.keeps) <= GRAPH_ROWS
     kinds = {name: (w.keeps, w.is_window and not fit_a_graph) for name, w in parameters.items()}
     assert len({kinds[req_id] for req_id in taken}) <= 1
-    if not taken:  # then who waits would fit into one step with some of those under way
+    if not taken:  # then no waiting request fits into a step with running ones
         for kind in {kinds[req_id] for req_id in parameters if req_id not in in_flight}:
             alike = {req_id for req_id in parameters if kinds[req_id] == kind}
             assert alike & in_flight
@@ -167,7 +167,7 @@ def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
 
 @pytest.mark.parametrize(("count", "share"), [(128, 128), (129, 128), (300, 150)])
 def test_many_requests_of_few_rows_come_in_shares(count: int, share: int) -> None:
-    """The host takes in the results of one share while the device computes the other."""
+    """The host handles the results of one share while the device computes the other one."""
     parameters = {str(i): NextForward(4, keeps=True, unit=4) for i in range(count)}
     first = step_behind([], parameters, FULL_BUDGET, SHARES)
     assert list(first) == list(parameters)[:share]

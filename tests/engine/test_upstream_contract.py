@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the overlay takes for granted in upstream. A failure here means: upstream has moved."""
+"""Properties of upstream that the overlay relies on. A failure means that upstream has changed."""
 
 import ast
 import importlib.util
@@ -49,7 +49,7 @@ def test_the_worker_overrides_what_upstream_calls() -> None:
 
 
 def assert_same_parameters(upstream: type, ours: type) -> None:
-    """An override takes at least the parameters that upstream's callers may pass."""
+    """Check that an override takes at least the parameters that upstream's callers may pass."""
     for name, function in vars(ours).items():
         wanted = inspect.getattr_static(upstream, name, None)
         if name.startswith("__") or not inspect.isfunction(wanted):
@@ -60,7 +60,7 @@ def assert_same_parameters(upstream: type, ours: type) -> None:
 
 
 def test_the_worker_has_what_trainers_call() -> None:
-    """By the names and parameters of upstream's own worker."""
+    """Names and parameters are those of upstream's own worker."""
     from vllm.v1.worker import gpu_worker
 
     from vllm.diffusion.engine.worker.weight_worker import WeightWorker
@@ -101,7 +101,7 @@ def test_the_engine_core_passes_the_scheduler_what_it_takes() -> None:
 
 
 def test_the_openai_handlers_have_the_steps_that_are_overridden() -> None:
-    """Their names and leading parameters; the rest is handed through."""
+    """Our overrides name the leading parameters and pass on the others."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
@@ -124,7 +124,7 @@ def test_the_openai_handlers_have_the_steps_that_are_overridden() -> None:
 def test_every_front_end_makes_its_requests_in_one_place(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The validator stands in `InputProcessor.process_inputs`, whose result owns its parameters."""
+    """The validator runs in `InputProcessor.process_inputs`, whose result owns its parameters."""
     from vllm.engine.protocol import EngineClient
     from vllm.v1.engine import llm_engine
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -145,11 +145,11 @@ def test_every_front_end_makes_its_requests_in_one_place(
     engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 2, own, use_tqdm=False)
     assert len(made) == 2
     assert all(is_decided(request.sampling_params) for request in made)
-    assert own.extra_args == {"gen_length": 8, "steps": 1}  # the caller's stays as it was
+    assert own.extra_args == {"gen_length": 8, "steps": 1}  # the caller's object is unchanged
 
 
 def test_a_detokenizer_asks_for_its_stop_strings_behind_each_text(engine: Engine) -> None:
-    """Those of requests with tools have none once their text is a call, whatever came first."""
+    """Stop strings end at a tool call: a text that is a call has none, whatever came first."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -171,7 +171,7 @@ def test_a_detokenizer_asks_for_its_stop_strings_behind_each_text(engine: Engine
 def test_a_request_that_fails_on_its_way_leaves_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Upstream registers a request before it sends it; what fails between is taken back."""
+    """A request that upstream registered, but could not send, is removed again."""
     from vllm.renderers.hf import HfRenderer
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
@@ -222,11 +222,11 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
         EngineCoreOutputs.__struct_fields__
     )
     assert CachedRequestData.make_empty() is not None
-    assert SamplingParams().max_tokens == 16  # a limit that nobody asked for
+    assert SamplingParams().max_tokens == 16  # a default, not a limit that the caller set
 
 
 def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
-    """The line that benchmarks read."""
+    """Benchmarks read this log line."""
     from vllm.diffusion.engine.worker import step_log
 
     ask = Request(random_prompt(5), {"gen_length": 8, "steps": 2, "ignore_eos": True})
@@ -237,7 +237,7 @@ def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:
     assert ", sampled = 8" in steps[0]
 
 
-# ---- what docs/upstream.md lists ---------------------------------------------------------------
+# ---- the list of docs/upstream.md --------------------------------------------------------------
 
 
 def test_every_place_in_the_list_has_a_test_that_exists() -> None:
@@ -261,7 +261,7 @@ def test_tables_that_are_written_to() -> None:
     from vllm.plugins import load_general_plugins
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    load_general_plugins()  # which writes to them
+    load_general_plugins()  # writes to them
     for table in (_CONFIG_REGISTRY, MODELS_CONFIG_MAP, vllm.envs.environment_variables):
         assert isinstance(table, MutableMapping)
     assert "llada" in _CONFIG_REGISTRY
@@ -270,7 +270,7 @@ def test_tables_that_are_written_to() -> None:
 
 
 def test_the_servers_client_has_what_is_replaced_and_called() -> None:
-    """Attributes that its constructor sets are read from its source: it would start an engine."""
+    """The constructor would start an engine, so its attributes are read from its source."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.loggers import StatLoggerManager
@@ -286,7 +286,7 @@ def test_the_servers_client_has_what_is_replaced_and_called() -> None:
 
 
 def test_the_openai_handlers_take_another_class() -> None:
-    """An instance may change its class where both are laid out alike."""
+    """Python allows another class for an instance only if both classes have the same layout."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
@@ -305,7 +305,7 @@ def test_the_openai_handlers_take_another_class() -> None:
 
 
 def test_typed_decisions_have_what_is_overridden_and_called() -> None:
-    """A table of strategies, a client that is asked for every item, and steps of the handlers."""
+    """Upstream has a table of strategies, a client call per item, and steps of the handlers."""
     from vllm.entrypoints.generate.generative_scoring import serving as scoring
     from vllm.entrypoints.generate.structured_decisions import serving, strategies
 
@@ -339,7 +339,7 @@ def test_an_application_has_a_stack_to_stand_before() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    assert app.middleware_stack is None  # it is made at the first request, or by us
+    assert app.middleware_stack is None  # we build it, or FastAPI does at the first request
     assert callable(app.build_middleware_stack())
 
 
@@ -355,9 +355,9 @@ def test_arguments_that_are_set_are_upstreams() -> None:
 
 
 def test_loaders_empty_the_accelerators_cache() -> None:
-    """Where they no longer do, or it no longer raises, nothing needs to be replaced.
+    """If loaders stop calling it, or the call stops raising, our replacement is obsolete.
 
-    A CUDA build of torch does not raise, with a GPU or without.
+    A CUDA build of torch does not raise, with or without a GPU.
     """
     from vllm.model_executor.model_loader import base_loader
 
@@ -382,7 +382,7 @@ def test_streams_end_with_the_mark_that_is_looked_for() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    from vllm.diffusion.api.events import DONE
+    from vllm.diffusion.api.streams import DONE
 
     for stream in (
         OpenAIServingChat.chat_completion_stream_generator,
@@ -409,7 +409,7 @@ def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
 
 
 def test_an_engines_process_comes_from_one_context() -> None:
-    """`vllm.diffusion.process.prestart` puts another in its place."""
+    """`vllm.diffusion.process.prestart` replaces that context."""
     from vllm.v1.engine import utils
 
     source = inspect.getsource(utils.CoreEngineProcManager.__init__)
@@ -426,7 +426,7 @@ def test_what_is_imported_early_is_there() -> None:
 
 
 def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is started that imports everything for it."""
+    """Our model classes are inspected here, without a process that would import everything."""
     from vllm.model_executor.models import ModelRegistry, registry
 
     from vllm.diffusion.plugin import register
@@ -438,7 +438,7 @@ def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_online_quantisation_is_asked_for_to_be_logged() -> None:
-    """The worker says that there is none, which spares its import."""
+    """The worker returns no configuration, which avoids upstream's import."""
     from vllm.model_executor.model_loader import base_loader
 
     name = "_get_online_quantization_config"
@@ -452,12 +452,13 @@ def test_online_quantisation_is_asked_for_to_be_logged() -> None:
 
 
 def test_transformers_reads_its_models_by_one_function() -> None:
-    """Whose results are kept: of folders, which nobody changes, and by nobody changed."""
+    """Our cache of the results assumes that folders and results do not change."""
     from transformers.utils import import_utils
 
     read = inspect.unwrap(import_utils.create_import_structure_from_path)
     assert list(inspect.signature(read).parameters) == ["module_path"]
-    assert "create_import_structure_from_path" in read.__code__.co_names  # of folders in a folder
+    # The function calls itself for folders in a folder.
+    assert "create_import_structure_from_path" in read.__code__.co_names
     actual = {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
     spread = import_utils.spread_import_structure(actual)
     assert spread == {frozenset(): {"a.b": {"C"}}, frozenset({"torch"}): {"d": {"E"}}}
@@ -470,5 +471,5 @@ def test_upstream_brings_a_swagger_ui_that_knows_openapi_3_1() -> None:
     library = (SWAGGER_UI / "swagger-ui-bundle.js").read_text(encoding="utf-8")
     version = re.search(r'PACKAGE_VERSION:"(\d+)\.', library)
     assert version is not None
-    assert int(version[1]) >= 5  # of which 5.0 is the first
+    assert int(version[1]) >= 5  # the first major version that supports OpenAPI 3.1
     assert (SWAGGER_UI / "swagger-ui.css").stat().st_size > 10_000

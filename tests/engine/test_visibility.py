@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees whom, from a family's rule to attention: against attention under a dense mask."""
+"""A family's visibility in packed batches gives the attention of a dense mask."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +34,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
 def sees(visibility: Visibility, query: int, key: int) -> bool:
-    """The definition that the families' papers give."""
+    """Return whether a query attends to a key, by the definition in the families' papers."""
     if isinstance(visibility, BlockCausal):
         return key // visibility.block_length <= query // visibility.block_length
     return True
@@ -60,7 +60,7 @@ def test_keys_are_final_when_no_token_that_they_depend_on_may_change() -> None:
     whole, later = range(32), range(8, 16)
     assert not FULL.final(Forward(whole, committed=31))
     assert FULL.final(Forward(whole, committed=32)) == whole
-    assert not FULL.final(Forward(later, kept=32, committed=32))  # its keys saw stale ones
+    assert not FULL.final(Forward(later, kept=32, committed=32))  # its keys attended to stale keys
     blocks = BlockCausal(8)
     assert blocks.final(Forward(whole, committed=7)) == range(0)
     assert blocks.final(Forward(whole, committed=23)) == range(16)
@@ -75,7 +75,7 @@ def test_keys_are_final_when_no_token_that_they_depend_on_may_change() -> None:
 
 
 class Window:
-    """A rule that asks for the candidates of some positions and computes a range of rows."""
+    """A rule that samples some positions and computes a range of rows."""
 
     def __init__(self, rows: tuple[int, int], sampled: Iterable[int]) -> None:
         self.target = ForwardTarget(np.array(list(sampled), dtype=np.int64), rows)
@@ -104,7 +104,7 @@ def canvas(
 
 
 class Tensors:
-    """Queries, keys and values by request and position, and what attention should make of them."""
+    """Queries, keys and values by request and position, and the expected attention."""
 
     def __init__(self, batch: StepBatch, store: PageStore) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -119,7 +119,7 @@ class Tensors:
         self.pages = store.table
 
     def attend(self, layouts: tuple[AttentionLayout[Any], ...], q: torch.Tensor) -> torch.Tensor:
-        """Attention of the rows of a chunk, as layers run it."""
+        """Return the attention of the rows of a chunk, computed as layers do."""
         results = []
         for layout in ops.to_device(layouts, torch.device("cpu")):
             k, v = (self.k, self.v) if layout.pages is None else (self.kept_k, self.kept_v)
@@ -139,7 +139,7 @@ class Tensors:
 def wanted_rows(
     tensors: Tensors, batch: StepBatch, made: list[Canvas], visibility: Visibility
 ) -> torch.Tensor:
-    """Attention of every row of the batch under a dense mask."""
+    """Return the attention of every row of the batch under a dense mask."""
     actual, start = [], 0
     for one in made:
         own = visibility.with_blocks_of(one.params.block_length)
@@ -162,9 +162,9 @@ def wanted_rows(
 @pytest.mark.parametrize("visibility", [FULL, BlockCausal()])
 @pytest.mark.parametrize("rows_per_chunk", [1000, 13])
 def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_chunk: int) -> None:
-    """Block lengths differ in a batch; one request is guided, three keep their keys and values.
+    """Block lengths differ in a batch with one guided request and three cached requests.
 
-    One of these computes all of its positions, and reads the keys that it computes.
+    One of the cached requests computes all of its positions and reads those keys.
     """
     store, (whole, first, second) = store_with(18, 130, 17)
     made = [
@@ -174,7 +174,7 @@ def test_a_batch_attends_as_under_a_dense_mask(visibility: Visibility, rows_per_
         canvas("c", 130, visibility, (124, 125), (124, 128), first),
         canvas("d", 17, visibility, (9, 16), (5, 17), second, block_length=2),
     ]
-    batch = build_batch([*made[:2], *made[:1:-1]], 0, store.table)  # what reads kept keys, moves
+    batch = build_batch([*made[:2], *made[:1:-1]], 0, store.table)  # cached windows move to the end
     assert [one.req_id for one in batch.items] == ["a", "b", "e", "d", "c"]
     made[3:] = made[:2:-1]
     tensors = Tensors(batch, store)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits, and for what: the line of requests, and the groups of a prompt."""
+"""Which requests wait and why: the waiting line, and the groups of a prompt."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN, MAX_PASSED, W
 from vllm.diffusion.memory import Demand
 from vllm.diffusion.request.likelihood import ScoreRequest
 
-LIMIT = 100  # positions of the requests that run together
-NEVER = 1000  # positions that do not fit alone
+LIMIT = 100  # positions of all running requests
+NEVER = 1000  # positions of a request that never fits
 
 
 class Room:
@@ -39,7 +39,7 @@ ROOM: Any = Room()
 
 
 class Closed(AdmissionGate):
-    """A gate that lets nobody start before it is opened."""
+    """A gate that keeps its requests waiting until it is opened."""
 
     def __init__(self, reason: WaitsFor | None = None) -> None:
         self.reason, self.is_open = reason, False
@@ -67,7 +67,7 @@ def line_of(*items: RequestState, max_running: int = 64) -> WaitingLine:
 
 
 def started(line: WaitingLine, *running: RequestState) -> list[RequestState]:
-    """Who starts, each beside those before it; nobody is refused."""
+    """Return the requests that start, given the running ones; none may be refused."""
     together = list(running)
     for item, error in line.admit(together, ROOM):
         assert error is None
@@ -76,7 +76,7 @@ def started(line: WaitingLine, *running: RequestState) -> list[RequestState]:
 
 
 def test_of_two_equal_requests_the_one_that_is_meant_leaves() -> None:
-    """As the same request sent twice; compared by value the first would leave for the second."""
+    """Removal compares by identity, because the same request may be sent twice."""
     first = waiting(10)
     second = RequestState(first.request, first.params, first.demand)
     assert first != second
@@ -86,7 +86,7 @@ def test_of_two_equal_requests_the_one_that_is_meant_leaves() -> None:
 
 
 def test_thousands_leave_one_after_the_other() -> None:
-    """As a client with many answers that goes away; each leaves in the same time."""
+    """A client with many answers disconnects, and each removal takes the same time."""
     first = waiting(10)
     items = [RequestState(first.request, first.params, first.demand) for _ in range(20_000)]
     line, begun = line_of(*items), time.monotonic()
@@ -96,7 +96,7 @@ def test_thousands_leave_one_after_the_other() -> None:
     assert line.requests == items[:12]
     assert line.named(first.req_id) == items[:12] and line.named("another") == []
     assert started(line) == items[:10] and line.named(first.req_id) == items[10:12]
-    assert time.monotonic() - begun < 120  # a hang, not a speed
+    assert time.monotonic() - begun < 120  # seconds; only a hang exceeds this
 
 
 def test_requests_start_in_order_while_they_fit() -> None:
@@ -108,7 +108,7 @@ def test_requests_start_in_order_while_they_fit() -> None:
 
 
 def test_who_waits_for_something_else_is_not_overtaken() -> None:
-    """However many start before it, and however many such there are."""
+    """A gated request does not count as overtaken, however many requests start before it."""
     gate = Closed("prompt")
     others = [waiting(1, gate) for _ in range(MAX_PASSED + 1)]
     line = line_of(*others, waiting(2))
@@ -121,7 +121,7 @@ def test_who_waits_for_something_else_is_not_overtaken() -> None:
 
 
 def test_gates_are_prepared_once_a_step_before_anybody_starts() -> None:
-    """And only those of requests that have one; whoever left is not prepared any more."""
+    """Only gates of waiting requests are prepared, and not after their request has left."""
     seen: list[Any] = []
 
     class Seen(AdmissionGate):
@@ -234,7 +234,7 @@ def test_what_a_request_waits_for_is_noted() -> None:
     assert [item.waits_for for item in line.requests] == ["rows", *["order"] * 4]
 
 
-# ---- Who computes a first forward for several answers, and who counts what they keep ----
+# ---- prompt groups: who computes the first forward pass, and who counts the cached pages ----
 
 
 PROMPT = [3] * (2 * PAGE_SIZE + 10)
@@ -242,7 +242,7 @@ PROMPT = [3] * (2 * PAGE_SIZE + 10)
 
 @dataclass(frozen=True)
 class Params:
-    """What prompt groups ask of a request's parameters."""
+    """The parameters that prompt groups read."""
 
     num_answers: int = 3
     cache: str = "frozen"
@@ -261,7 +261,7 @@ def item(
     skips_prefixes: bool = False,
     **params: Any,
 ) -> RequestState:
-    """A waiting request, for one of three answers where nothing else is said."""
+    """Return a waiting request, by default for one of three answers."""
     length = len(prompt) + 20
     request: Any = SimpleNamespace(
         request_id=name,
@@ -276,7 +276,7 @@ def item(
 
 
 def start(waiting: list[RequestState]) -> list[tuple[str, str | None]]:
-    """Those that start now, in order, and whose prompt they read."""
+    """Return the requests that start now, in order, each with the request whose prompt it reads."""
     for one in waiting:
         for gate in one.gates:
             gate.prepare(one)
@@ -295,11 +295,11 @@ def test_one_computes_the_prompt_and_the_others_wait_for_it() -> None:
     others = [item("e", groups, PROMPT[1:]), item("f", groups, num_answers=1)]
     others += [item("g", groups, [9, *PROMPT]), item("h", groups, cache="dual")]
     assert start([a, b, c, *others]) == [(name, None) for name in "aefgh"]
-    assert a.demand.cached_positions == (3 + 2 * 1) * PAGE_SIZE  # one page of each other's own
+    assert a.demand.cached_positions == (3 + 2 * 1) * PAGE_SIZE  # and one page of each other answer
     assert [o.demand.spare for o in others] == [2 * PAGE_SIZE, 0, 0, 0]
     assert start([b, c]) == []
     a.num_forwards = 1
-    assert start([b, c, d]) == [("b", "a"), ("c", "a")]  # it had room for two
+    assert start([b, c, d]) == [("b", "a"), ("c", "a")]  # `a` reserved pages for two answers
     assert (b.demand.cached_positions, b.demand.largest_rows(10**6)) == (0, 20)
     counted = a.demand
     groups.left(a)
@@ -315,7 +315,7 @@ def test_an_aborted_request_leaves_its_prompt_to_the_next() -> None:
     a, b, c = (item(name, groups) for name in "abc")
     assert start([a]) == [("a", None)]
     groups.left(a)
-    groups.left(c)  # still waiting
+    groups.left(c)  # is still waiting
     assert start([b]) == [("b", None)]
     assert b.demand.spare == 2 * PAGE_SIZE
 
@@ -323,7 +323,7 @@ def test_an_aborted_request_leaves_its_prompt_to_the_next() -> None:
 def test_guidance_and_shifted_logits_need_more_room_of_their_own() -> None:
     groups = PromptGroups()
     shifted = item("a", groups, [3] * 2 * PAGE_SIZE, logit_shift=1)
-    assert shifted.demand.spare == 2 * 2 * PAGE_SIZE  # the page of the row before the canvas, too
+    assert shifted.demand.spare == 2 * 2 * PAGE_SIZE  # with the page of the row before the canvas
     straight = item("b", groups, [3] * 2 * PAGE_SIZE)
     assert straight.demand.spare == 2 * PAGE_SIZE
 
@@ -338,7 +338,7 @@ def test_other_caches_wait_for_the_first_forward_and_keep_no_room(cache: str) ->
     assert start([b]) == [("b", "a")]
     b.num_forwards = 1
     groups.left(a)
-    assert start([c]) == [("c", "b")]  # which has what it had of the first one
+    assert start([c]) == [("c", "b")]  # `b` has the rows that it shared with `a`
     assert [one.demand for one in (a, b, c)] == [counted] * 3
 
 

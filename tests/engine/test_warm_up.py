@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps before the first request, run without graphs: what they leave behind."""
+"""The warm-up steps before the first request run without graphs and leave no state behind."""
 
 import gc
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, Engine, as_request, clear_case, record, running
 from tests.reference.models import LLaDAReference
 from vllm.diffusion.config import served_model
+from vllm.diffusion.engine.step_times import ROW_BUCKETS
 from vllm.diffusion.engine.worker import warm_up as warming
-from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS, buckets_of
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.models.ahead import kernel_calls
 
@@ -38,7 +39,7 @@ def test_a_warm_engine_answers_as_before(
     buckets = buckets_of(engine.runner.model.config)
     assert {*buckets.whole, *buckets.windows} == set(rows)
     assert rows == sorted(rows, reverse=True)
-    # The kernels of the last layer and of the logits are warm at as many row counts.
+    # The kernels of the last layer and of the logits are warm for the same row counts.
     assert {count + 1 for count in sampled} >= {count for count in ROW_BUCKETS if count <= 256}
     assert gc.get_freeze_count() <= frozen_before
     assert engine.is_idle()
@@ -49,7 +50,7 @@ def test_a_warm_engine_answers_as_before(
 def test_a_causal_context_is_warm_as_well(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks up to 256 rows are denoised, behind a prompt of one token; longer prompts are read."""
+    """Blocks up to 256 rows follow a prompt of one token, and longer prompts are prefilled."""
     with running(checkpoint("nemotron"), num_gpu_blocks_override=40) as engine:
         batches = record(monkeypatch, engine.runner, "launch", lambda step, _: step.batch)
         model = served_model(engine.llm.llm_engine.vllm_config)
@@ -64,7 +65,7 @@ def test_a_causal_context_is_warm_as_well(
 def test_blocks_in_pages_are_warm_as_well(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row count is a forward with and without pages."""
+    """Every row count runs in a forward pass with pages and in one without."""
     longer = {"max_position_embeddings": 512}
     with running(
         checkpoint("llada2"), max_model_len=512, hf_overrides=longer, num_gpu_blocks_override=40
@@ -77,9 +78,10 @@ def test_blocks_in_pages_are_warm_as_well(
             assert rows == {own for own in ROW_BUCKETS if own <= 512}
         assert {len(b.packing.sequences) for b in batches} == {1, 2}
         assert engine.is_idle()
-        # What is called beside that, for Triton: the head and the experts; attention on a GPU.
+        # Calls outside of forward passes, for Triton: the head, the experts and, on a GPU,
+        # attention.
         with torch.inference_mode():
             results = [call() for call in kernel_calls(engine.runner.model, torch.device("cpu"))]
         heads = [result for result in results if result is not None]
         assert [len(logits) for logits in heads] == [16, 32, 64, 128]
-        assert len(results) == 4 + 9 + 8  # and the joint choices
+        assert len(results) == 4 + 9 + 8  # heads, experts, joint choices

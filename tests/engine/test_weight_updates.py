@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change in place: tensor by tensor, by engine, while requests run."""
+"""Weights that change in place, by tensor or for the whole engine, while requests run."""
 
 import random
 import shutil
@@ -46,7 +46,7 @@ TRACED = {"return_trajectory": True}
 
 
 def other(folder: Path, name: str) -> Path:
-    """A checkpoint of the same shapes with other weights."""
+    """Write a checkpoint of the same shapes with other weights."""
     case = ALL[name]
     fused = {"fused_experts": case.fused_experts}
     return make_checkpoint(
@@ -60,7 +60,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def updatable(root: Path, **settings: Any) -> dict[str, Any]:
-    """Settings of an engine that takes weights from files below a folder."""
+    """Return settings of an engine that loads weights from files below a folder."""
     dllm = {"longest_pause_ms": 0, "weight_update_root": str(root), **settings}
     return {"additional_config": {"dllm": dllm}, "weight_transfer_config": {"backend": "disk"}}
 
@@ -84,7 +84,7 @@ def checksums(engine: Engine) -> dict[str, str]:
 def test_one_tensor_is_loaded_alone(
     name: str, engine: Engine, checkpoint: Callable[[str], Path]
 ) -> None:
-    """And nothing else changes; a tensor of another shape, or of no module, is still refused."""
+    """No other tensor changes. A tensor of another shape, or of no module, is still refused."""
     before, weights = checksums(engine), weights_of(checkpoint("mha"))
     model = engine.runner.model
     assert len(model.load_weights([(name, weights[name] * 2)])) == 1
@@ -99,7 +99,7 @@ def test_one_tensor_is_loaded_alone(
 
 
 def test_workers_have_upstreams_names_for_extensions(engine: Engine) -> None:
-    """As verl's and OpenRLHF's extensions of workers read them."""
+    """Worker extensions of verl and OpenRLHF read these names."""
 
     def read(worker: Any) -> bool:
         config, runner = worker.vllm_config, worker.model_runner
@@ -120,7 +120,7 @@ CHANGED = [
 def test_an_update_gives_a_fresh_engine(
     name: str, quantization: str | None, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Of the other checkpoint: in tensors and answers, whatever order its tensors come in."""
+    """Tensors and answers are those of the other checkpoint, in any order of its tensors."""
     folder, new = checkpoint(name), other(tmp_path / "new", name)
     parameters = {"gen_length": 8, "block_length": 8, "ignore_eos": True, "seed": 1, **TRACED}
     ask = Request(random_prompt(20), parameters)
@@ -145,7 +145,7 @@ def test_an_update_gives_a_fresh_engine(
 
 
 class Changing:
-    """A model that becomes another one after some forwards; kept keys and values are made anew."""
+    """A model that becomes another one after some forward passes and recomputes cached keys."""
 
     def __init__(self, models: tuple[Any, Any], num_forwards: int, prompt_length: int) -> None:
         self._models, self._left = models, num_forwards
@@ -154,7 +154,7 @@ class Changing:
         self._frozen = prompt_length
 
     def _model(self) -> tuple[Any, bool]:
-        """The model of this forward, and whether it is its first one."""
+        """Return the model of this forward pass, and whether this is its first one."""
         self._left -= 1
         return self._models[self._left < 0], self._left == -1
 
@@ -173,7 +173,8 @@ class Changing:
             return model.forward_with_kv(ids, positions, past)  # type: ignore[no-any-return]
         every = range(self._row.shape[1])
         logits, kept = model.forward_with_kv(self._row, every, None)
-        if past is not None and len(past.positions) < len(every):  # the frozen prompt alone
+        # A frozen cache only contains the prompt.
+        if past is not None and len(past.positions) < len(every):
             past.layers[:]
             object.__setattr__(past, "layers", kept.keep(past.positions).layers)
         return logits[:, list(positions)], kept
@@ -194,7 +195,7 @@ CACHES = {
 def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
     cache: str, num_before: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Kept over a pause; its trajectory says which step is the first of the new weights."""
+    """A paused request continues, and its trajectory names the first step with new weights."""
     folder, new = checkpoint("mha"), other(tmp_path / "new", "mha")
     models = load_reference(folder), load_reference(new)
     prompt, extra = random_prompt(20, 3), CACHES[cache]
@@ -225,7 +226,7 @@ def test_a_request_goes_on_as_if_the_model_had_changed_at_that_step(
 def test_a_label_is_of_all_answers_of_its_weights(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Steps may be taken between the end of an update and the label, which comes after it."""
+    """Answers that take steps after an update, but before its label, also get the label."""
     other(tmp_path / "new", "mha")
     ask = Request(random_prompt(20), {"gen_length": 16, "ignore_eos": True, **TRACED})
     with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
@@ -243,7 +244,7 @@ def test_a_label_is_of_all_answers_of_its_weights(
 def test_blocks_go_on_with_the_changed_model(
     cache: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """In a block-causal family all kept blocks are computed again."""
+    """A block-causal family computes all cached blocks again."""
     folder, new = checkpoint("sdar"), other(tmp_path / "new", "sdar")
     model = Changing((load_reference(folder), load_reference(new)), 9, 70)
     prompt, parameters = random_prompt(70, 3), {"gen_length": 24, "block_length": 8}
@@ -269,7 +270,7 @@ def test_blocks_go_on_with_the_changed_model(
 def test_answers_to_one_prompt_share_nothing_old(
     cache: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Two begin with what the first has computed, unless the weights have changed since."""
+    """Later answers reuse the prompt of the first one, unless the weights have changed since."""
     folder, new = checkpoint("mha"), other(tmp_path / "new", "mha")
     extra = {**BLOCKS, "cache": cache, "ignore_eos": True, "temperature": 1.0}
     prompt = random_prompt(100)
@@ -301,7 +302,7 @@ def test_answers_to_one_prompt_share_nothing_old(
 
 
 def test_old_pages_are_never_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of prompts that came before, and of a request that runs; without a pause, too."""
+    """Old pages of earlier prompts and of a running request are not used, even without a pause."""
     new = other(tmp_path / "new", "sdar")
     parameters = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
     ask = Request(random_prompt(150), parameters)
@@ -348,7 +349,7 @@ def test_a_delayed_cache_is_computed_again(
 def test_nothing_is_lost_without_a_pause(
     cache: str, runs_ahead: bool, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Answers of several requests, some with a prompt in common, over updates and an abort."""
+    """Requests with common prompts end with whole answers over updates and an abort."""
     folder = checkpoint("mha")
     for name, seed in (("a", 14), ("b", 64)):
         make_checkpoint(tmp_path / name, seed=seed)
@@ -364,7 +365,7 @@ def test_nothing_is_lost_without_a_pause(
             engine.llm.start_weight_update()
             if number == 1:
                 engine.llm.llm_engine.abort_request([gone], internal=True)
-            engine.llm.llm_engine.step()  # nothing is computed
+            engine.llm.llm_engine.step()  # a step that computes nothing
             engine.llm.update_weights({"update_info": {"path": "ab"[number % 2]}})
             engine.llm.finish_weight_update()
         answers |= finish(engine)
@@ -423,12 +424,12 @@ def test_what_cannot_be_is_told_in_one_line(
                 llm.update_weights({"update_info": []})
             with pytest.raises(ValueError, match=match):
                 llm.update_weights({"update_info": info})
-        llm.collective_rpc("cancel_update")  # the last one; it mends nothing that failed before
+        llm.collective_rpc("cancel_update")  # cancels the last update, and repairs no earlier one
         start(engine, "a", ask)
         for _ in range(3):
             llm.llm_engine.step()
         (canvas,) = engine.runner.canvases.values()
-        assert canvas.num_steps == 0  # no step is taken before an update has ended
+        assert canvas.num_steps == 0  # no step runs before an update has ended
         llm.collective_rpc("reload_weights")
         assert finish(engine)["a"].token_ids == before
         llm.shutdown_weight_transfer_engine()
@@ -436,7 +437,7 @@ def test_what_cannot_be_is_told_in_one_line(
     with running(checkpoint("mha")) as engine:
         with wanted:
             engine.llm.start_weight_update()
-        assert engine.ask(ask)[0].token_ids == before  # what was refused has changed nothing
+        assert engine.ask(ask)[0].token_ids == before  # refused updates have changed no weights
 
 
 def test_missing_tensors_are_logged_or_an_error(
@@ -482,7 +483,7 @@ def test_reset_zeroes_every_weight(checkpoint: Callable[[str], Path]) -> None:
 
 
 def test_upstreams_engines_find_nothing_to_move(checkpoint: Callable[[str], Path]) -> None:
-    """Their reload of whole layers leaves the model alone, as its stand-in has no parameters."""
+    """Upstream's reload of layers skips the model, because its stand-in has no parameters."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,

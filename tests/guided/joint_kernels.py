@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases for the kernels of joint choices: several requests in one step, against the host's way."""
+"""Cases for the kernels of joint choices, several requests per step, compared with the host."""
 
 from unittest import mock
 
@@ -23,7 +23,7 @@ PATTERNS = ("([a-d]{1,3}, )*[e-h]+", '\\{"a": [1-4]{2,9}, "b": "[a-h ]*"\\}', "(
 
 
 def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
-    """Requests of different languages, lengths and states of progress."""
+    """Return requests of different languages, lengths and progress."""
     draw = np.random.default_rng(seed)
     results = []
     for index, pattern in enumerate(PATTERNS[:num_requests]):
@@ -53,10 +53,7 @@ def joints(seed: int, temperature: float, num_requests: int) -> list[Joint]:
 def chosen(
     made: list[Joint], device: str, seed: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the step is told, [3, columns] on the host, and what each choice is worth.
-
-    Two columns of another request stand behind every one of ours; the rows come in two parts.
-    """
+    """Return samples of the step, [3, columns] on the host, and the sum of each choice's logits."""
     generator = torch.Generator().manual_seed(seed)
     counts = [joint.num_rows for joint in made]
     ends = (np.cumsum(counts) + 2 * np.arange(len(made))).tolist()
@@ -90,7 +87,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     num_requests: int = len(PATTERNS),
 ) -> None:
-    """The kernels choose what the host does; of equal strings any may be taken."""
+    """Check that kernels choose strings as good as the host's; equally good ones may differ."""
     actual, worth = chosen(joints(seed, temperature, num_requests), device, seed, dtype)
     with mock.patch("vllm.diffusion.guided.joint._IS_INTERPRETED", False):
         on_host = chosen(joints(seed, temperature, num_requests), "cpu", seed, dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small vocabularies and languages over them."""
+"""Small vocabularies, and languages over them."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def language_of(node: Node, tokens: tuple[bytes | None, ...] = TOKENS) -> Langua
 
 
 def bytes_of(token_ids: Any, tokens: tuple[bytes | None, ...] = TOKENS) -> bytes | None:
-    """The text of an answer; None where something stands behind its end, or no text in it."""
+    """Return the text of an answer, or None if a token follows its end or has no text."""
     ids = list(token_ids)
     eos, eot = len(tokens) - 2, len(tokens) - 1
     ends = [i for i, token in enumerate(ids) if token in (eos, eot)]

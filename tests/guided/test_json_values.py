@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constants are checked against their schema as jsonschema checks them, by other means."""
+"""Constants are checked against their schema with the same results as jsonschema."""
 
 import random
 from typing import Any
@@ -88,7 +88,7 @@ def test_equal_values_have_one_key() -> None:
 
 
 def test_what_is_wrong_is_found_before_any_value_is_seen() -> None:
-    """Also in parts that no value reaches."""
+    """Errors are found even in parts of a schema that no value reaches."""
     for wrong, place in (
         ({"items": {"items": {"pattern": "("}}}, "/items/items: pattern"),
         ({"items": {"anyOf": [True, {"minimum": "1"}]}}, "/items/anyOf/1: minimum"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked for becomes an automaton over tokens; what cannot be had is refused by name."""
+"""Formats become automata over tokens, and unsupported formats are refused by name."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ FORMAT_CHECKER = Draft202012Validator.FORMAT_CHECKER
 
 
 def walks(automaton: Automaton, count: int, seed: int = 0) -> Iterator[str]:
-    """Random texts of a language, none much longer than it must be."""
+    """Yield random texts of a language, none of them much longer than necessary."""
     draw = random.Random(seed)
     room = over_tokens(automaton, BYTES, Ends(256)).room[:-1]
     dead = automaton.num_states
@@ -271,7 +271,7 @@ def test_constants_are_those_that_the_keywords_beside_them_allow(
 
 @pytest.mark.parametrize("where", ["pattern", "patternProperties", "items"])
 def test_patterns_are_matched_without_backtracking(where: str) -> None:
-    """A backtracking matcher would need longer than the universe is old."""
+    """A backtracking matcher would need more time than the age of the universe."""
     text, evil = "a" * 3000 + "!", "^(a+)+$"
     schemas: dict[str, tuple[Any, dict[str, Any]]] = {
         "pattern": (text, {"pattern": evil}),
@@ -357,7 +357,7 @@ def test_schemas_that_cost_too_much_are_refused() -> None:
 
 
 def _doubled(depth: int) -> dict[str, Any]:
-    """References of which each stands for two of the next one."""
+    """Return references of which each contains the next one twice."""
     actual: dict[str, Any] = {"d0": {"type": "null"}}
     for level in range(1, depth + 1):
         inner = {"$ref": f"#/$defs/d{level - 1}"}
@@ -481,7 +481,7 @@ def spec(pattern: str) -> Spec:
 
 
 def test_no_format_waits_for_a_large_one_and_leaving_ends_the_work() -> None:
-    """Without a limit of its work the first one would take hours."""
+    """Without a limit on its work, the first format would take hours."""
     guides = letters_guides()
 
     async def ask() -> list[int]:
@@ -491,7 +491,7 @@ def test_no_format_waits_for_a_large_one_and_leaving_ends_the_work() -> None:
         large.cancel()
         with pytest.raises(asyncio.CancelledError):
             await large
-        other = await guides.compiled(spec("(ab?c?){300}"))  # in the thread of large ones
+        other = await guides.compiled(spec("(ab?c?){300}"))  # in the thread for large formats
         return [guide.least_tokens for guide in (*small, other)]
 
     with (
@@ -572,7 +572,7 @@ def test_response_formats() -> None:
         {"type": "json_schema"},
         "json",
         {"type": "structural_tag"},
-        {"type": "json_object", "schema": schema},  # as others write it; not to be ignored
+        {"type": "json_object", "schema": schema},  # a form of other servers; must not be ignored
         {"type": "json_schema", "json_schema": {"schema": schema, "allow": "anything"}},
     ):
         with pytest.raises(InvalidParameterError, match="response_format"):

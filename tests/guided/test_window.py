@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The joint choice is the best string, or a fair draw, of all that the language has."""
+"""The joint choice is the best string of the language, or a fair draw from all its strings."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ def joint(language: Any, window: OpenWindow, temperature: float = 0.0, step: int
 
 
 def strings(pattern: str, length: int) -> list[tuple[int, ...]]:
-    """All sequences of so many tokens whose text matches."""
+    """Return all sequences of `length` tokens whose text matches."""
     results = []
     for ids in itertools.product(range(len(TOKENS)), repeat=length):
         text = bytes_of(ids)
@@ -61,7 +61,7 @@ def test_what_stands_there_and_what_is_still_free_is_respected() -> None:
     pattern, length = "(a|bc)*1?", 5
     language = language_of(regex(pattern))
     logits = torch.randn(2, len(TOKENS), generator=torch.Generator().manual_seed(1))
-    fixed = int(language.class_of_token[1])  # b at position 1
+    fixed = int(language.class_of_token[1])  # the class of b, at position 1
     kinds = np.array([OPEN, fixed, FREE, OPEN], dtype=np.int32)
     made = joint(language, OpenWindow(0, 0, kinds, 1))
     made.read(logits, torch.tensor([0, 3]))
@@ -74,7 +74,7 @@ def test_what_stands_there_and_what_is_still_free_is_respected() -> None:
 
 
 def test_an_answer_ends_within_its_limit() -> None:
-    """The window is longer than the answer may be."""
+    """The window is longer than the maximum answer."""
     language = language_of(regex("[abc]*1"))
     logits = torch.zeros(5, len(TOKENS))
     logits[:, 0] = 9.0
@@ -112,7 +112,7 @@ def test_what_the_model_excludes_may_be_all_that_fits() -> None:
 
 
 def test_draws_have_the_conditional_distribution() -> None:
-    """By frequencies, against all strings with their probabilities; a rare one may be met once."""
+    """Frequencies match the probabilities of all strings; a rare string may appear once."""
     pattern, length, temperature, num = "(a|bc)*1?", 3, 0.8, 400
     language = language_of(regex(pattern))
     logits = 1.5 * torch.randn(length, len(TOKENS), generator=torch.Generator().manual_seed(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model as its planner sees it."""
+"""The shape of a model as the planner's input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BF16 = torch.bfloat16
 
 
 def in_place(mlp_width: int, most_gated_rows: int | None = None) -> tuple[LinearBuffers, ...]:
-    """Of plain weights on a GPU of their own."""
+    """Return the buffers of plain weights on an undivided GPU."""
     return (LinearBuffers((), (stages.gate_up(BF16, 2 * mlp_width),), (), most_gated_rows),)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activation pool, on PyTorch's allocator and, on a GPU, on virtual memory."""
+"""The activation pool uses PyTorch's allocator or, on a GPU, virtual memory."""
 
 import random
 from types import SimpleNamespace
@@ -175,7 +175,7 @@ def test_a_graph_keeps_its_buffers_through_trimming(arena_pool):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=arena_pool.graph_pool()):
             doubled = x * 2
-    assert arena_pool.used_bytes == 2 * MIB  # of the graph
+    assert arena_pool.used_bytes == 2 * MIB  # the memory of the graph
     with arena_pool.scope():
         arena_pool.take("other", (30 * MIB,), torch.uint8).fill_(255)
     arena_pool.trim()
@@ -205,7 +205,7 @@ def test_temporaries_and_buffers_share_the_budget(arena_pool):
 def test_spares_of_temporaries_serve_buffers(arena_pool):
     with arena_pool.temporaries():
         torch.ones(40 * MIB, dtype=torch.uint8, device="cuda")
-    # PyTorch still caches the segment; growing the buffers takes its chunks.
+    # PyTorch still caches the segment; growing buffers take its chunks.
     arena_pool.take("x", (60 * MIB,), torch.uint8)
     assert arena_pool.num_bytes == 60 * MIB
 
@@ -274,7 +274,7 @@ def test_only_what_is_taken_outside_of_all_scopes_stays(pool):
     assert pool.outermost_bytes == 1024
 
 
-# ---- a step that is set aside ----
+# ---- a paused step ----
 
 
 def test_a_frame_keeps_its_buffers_while_other_steps_run(pool):
@@ -313,7 +313,7 @@ def steps_in_frame(pool):
 
 
 def test_a_frame_shares_no_name_with_what_lies_in_front_of_it(pool):
-    """A captured graph writes there whenever it is replayed."""
+    """A captured graph writes in front of the frame at every replay."""
     front = pool.take("x", (4096,), torch.float32)
     pool.begin_frame()
     with pool.within_frame(), pool.scope("step"):
@@ -333,7 +333,7 @@ def test_above_a_frame_nothing_is_taken_to_stay(pool):
 
 
 def test_no_graph_takes_what_is_for_all(monkeypatch):
-    """Steps of many rows are asked for first; one that is too large leaves room for the others."""
+    """Graphs of many rows are captured first; one that is too large leaves memory for others."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 100 << 30))
     pool = SimpleNamespace(budget_bytes=16 << 20, graph_bytes=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of kept keys and values: pages come and go, what a request wrote stays."""
+"""The store of cached keys and values: pages are taken and freed, contents of requests stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_BYTES = PAGE_SIZE * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
 def pages_of(
     num_pages: int = 1000, num_layers: int = NUM_LAYERS
 ) -> tuple[PageAllocator, PageStore]:
-    """A store that may take so many pages, an old and a new buffer together."""
+    """Return a store with memory for `num_pages` pages, an old and a new buffer together."""
     pool = ActivationPool(num_pages * PAGE_BYTES, CPU)
     store = PageStore(num_layers, NUM_KV_HEADS, HEAD_DIM, torch.bfloat16, pool)
     return PageAllocator(store, pool), store
@@ -37,7 +37,7 @@ def rows_of(kept: KeptSequence) -> torch.Tensor:
 
 
 def mark(store: PageStore, kept: KeptSequence, value: int) -> None:
-    """Write numbers that say which position, layer and request they are of."""
+    """Write numbers that identify position, layer and request."""
     marks = torch.arange(kept.length)[:, None, None] % 7 + value
     for layer in range(NUM_LAYERS):
         store.keys(layer)[rows_of(kept)] = (marks + 10 * layer).bfloat16().expand(-1, 2, 4)
@@ -45,7 +45,7 @@ def mark(store: PageStore, kept: KeptSequence, value: int) -> None:
 
 
 def assert_marked(store: PageStore, kept: KeptSequence, value: int) -> None:
-    """By the slots, and by the table as a kernel reads it."""
+    """Check the numbers by the slots, and by the page table that a kernel reads."""
     marks = torch.arange(kept.length)[:, None, None] % 7 + value
     assert store.table.rows_of(kept.start, kept.keys.stop).tolist() == kept.slots.tolist()
     for layer in range(NUM_LAYERS):
@@ -71,7 +71,7 @@ def test_pages_are_counted_and_released() -> None:
     pages.release("a")
     pages.release("never there")
     assert store.num_bytes == PAGE_BYTES
-    assert store.reserved_bytes == 4 * PAGE_BYTES  # doubled
+    assert store.reserved_bytes == 4 * PAGE_BYTES  # growth doubles the store
 
 
 def test_a_second_allocation_takes_the_place_of_the_first() -> None:
@@ -86,36 +86,36 @@ def test_pages_that_lie_apart_serve_one_request_without_moving_anything() -> Non
     kept = {name: pages.allocate(name, PAGE_SIZE) for name in "abcd"}
     for value, name in enumerate("abcd"):
         mark(store, kept[name], value)
-    generation, table = store.generation, store.table
+    version, table = store.layout_version, store.table
     before = table.rows.tolist()
     pages.release("a")
     pages.release("c")
     joined = pages.allocate("e", 2 * PAGE_SIZE)
     mark(store, joined, 9)
     assert sorted(joined.pages.tolist()) == [0, 2]
-    assert (store.generation, table.rows.tolist()) == (generation, before)
+    assert (store.layout_version, table.rows.tolist()) == (version, before)
     for name, value in (("b", 1), ("d", 3)):
         assert_marked(store, kept[name], value)
     assert_marked(store, joined, 9)
 
 
 def test_growth_takes_what_there_is_where_twice_as_much_is_not() -> None:
-    pages, store = pages_of(num_pages=11)  # 5 pages and the 6 that replace them, not 10
+    pages, store = pages_of(num_pages=11)  # 5 pages and the next 6 fit at once, 5 and 10 do not
     first = pages.allocate("a", 5 * PAGE_SIZE)
     mark(store, first, 1)
     second = pages.allocate("b", 1)
     assert store.reserved_bytes == 6 * PAGE_BYTES
     mark(store, second, 2)
-    generation = store.generation
+    version = store.layout_version
     with pytest.raises(PoolExhaustedError, match="kept keys and values: wanted"):
         pages.allocate("c", 6 * PAGE_SIZE)
-    assert (store.num_bytes, store.generation) == (6 * PAGE_BYTES, generation)
+    assert (store.num_bytes, store.layout_version) == (6 * PAGE_BYTES, version)
     assert_marked(store, first, 1)
     assert_marked(store, second, 2)
 
 
 def test_no_more_than_a_part_of_the_layers_is_there_twice() -> None:
-    """Three layers are three parts: 6 pages, and a third of the 4 that were there."""
+    """Three layers are three parts: 6 pages and a third of the earlier 4 exist at once."""
     pages, store = pages_of(num_pages=9)
     first = pages.allocate("a", 4 * PAGE_SIZE)
     mark(store, first, 1)
@@ -135,7 +135,7 @@ def test_no_more_than_a_part_of_the_layers_is_there_twice() -> None:
 
 
 def test_pages_stay_where_memory_ends_while_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may have taken what the pool counts with; what is left over is given back."""
+    """The device may have less memory than the pool counts; leftover buffers are freed later."""
     pages, store = pages_of()
     pages.allocate("gone", PAGE_SIZE)
     first = pages.allocate("a", 3 * PAGE_SIZE)
@@ -177,15 +177,15 @@ def test_pages_may_come_and_move_in_inference_mode_and_outside_of_it(within: boo
 
 
 def test_layers_in_host_memory_take_turns_on_the_device() -> None:
-    """A forward finds every layer in its place, and what it writes is there in the next one."""
+    """A forward pass finds every layer on the device, and the next one finds what it wrote."""
     pages, store = pages_of(num_layers=5)
     kept = pages.allocate("a", 2 * PAGE_SIZE + 5, host_layers=4)
-    assert store.reserved_bytes == 3 * PAGE_BYTES  # of three pages in 1 + 2 layers
+    assert store.reserved_bytes == 3 * PAGE_BYTES  # three pages in 1 + 2 layers
     assert store.host_bytes == 3 * PAGE_BYTES * 4 // 3
     slots = rows_of(kept)
 
     def forward(first: int, value: int, *, reads: bool) -> list[list[float]]:
-        """Write the positions from `first` on; what each layer's keys and values are then."""
+        """Write the positions from `first` on, and return each layer's keys and values."""
         seen = []
         store.begin_step(kept.slots[first:], reads=reads)
         for layer in range(5):
@@ -216,22 +216,22 @@ def test_layers_in_host_memory_take_turns_on_the_device() -> None:
 def test_pages_that_were_provided_do_not_move_as_requests_come() -> None:
     pages, store = pages_of(num_pages=20)
     pages.provide(10 * PAGE_SIZE)
-    generation = store.generation
+    version = store.layout_version
     for number in range(10):
         pages.allocate(str(number), PAGE_SIZE)
     for number in range(10):
         pages.release(str(number))
-    assert (store.generation, store.reserved_bytes) == (generation, 10 * PAGE_BYTES)
+    assert (store.layout_version, store.reserved_bytes) == (version, 10 * PAGE_BYTES)
     pages.trim()
     assert store.reserved_bytes == 0
-    pages.provide(21 * PAGE_SIZE)  # more than there is
+    pages.provide(21 * PAGE_SIZE)  # more pages than there are
     assert store.reserved_bytes == 0
 
 
 def test_pages_of_many_move_a_few_times_while_requests_come_one_by_one() -> None:
     pages, store = pages_of(num_pages=400)
     sizes = []
-    for number in range(300):  # beyond half of the pool, where the store cannot double
+    for number in range(300):  # more than half of the pool, so that the store cannot double
         pages.allocate(str(number), PAGE_SIZE)
         sizes.append(store.num_pages)
     assert len(set(sizes)) < 15
@@ -244,7 +244,7 @@ def test_what_one_request_alone_kept_is_given_back_with_it() -> None:
     pages.allocate("small", 1)
     pages.release("small")
     assert store.reserved_bytes == PAGE_BYTES
-    pages.allocate("large", 9 * PAGE_SIZE)  # where there is no room for it and the page before
+    pages.allocate("large", 9 * PAGE_SIZE)  # does not fit together with the earlier page
     pages.release("large")
     assert store.reserved_bytes == 0
 
@@ -270,7 +270,7 @@ def test_contents_survive_whatever_comes_and_goes(
             used = store.num_pages - len(store.free)
             try:
                 kept = pages.allocate(str(number), amount)
-            except PoolExhaustedError:  # one of three layers has to be there twice
+            except PoolExhaustedError:  # one of three layers must exist twice
                 assert used + num_pages(amount) + used / 3 > room
             else:
                 mark(store, kept, number)
@@ -310,31 +310,31 @@ def test_assigned_pages_may_be_shared_and_come_behind_others() -> None:
     assert pages.assign("a", []) is None
     pages.update_table()
     assert (store.table.rows // page_rows).tolist() == [0]
-    generation = store.generation
+    version = store.layout_version
     pages.trim()
     pages.release("b")
-    assert (store.num_pages, store.generation, store.most_entries) == (6, generation, 20)
+    assert (store.num_pages, store.layout_version, store.most_entries) == (6, version, 20)
 
 
 def test_a_request_may_read_what_another_one_keeps() -> None:
-    """Whole pages are the same for both, and outlive whoever had them first."""
+    """Whole pages are shared by both requests, and outlive the request that had them first."""
     pages, store = pages_of(num_pages=40)
     length, offset = 2 * PAGE_SIZE + 30, 3 * PAGE_SIZE
     shared = [range(PAGE_SIZE + 9), range(offset, offset + PAGE_SIZE + 9)]
     pages.provide(10 * PAGE_SIZE)
     first = pages.allocate("a", offset + length)
     mark(store, first, 1)
-    generation = store.generation
+    version = store.layout_version
     second = pages.share("b", "a", offset + length, shared)
-    assert (store.num_bytes, store.generation) == (10 * PAGE_BYTES, generation)
+    assert (store.num_bytes, store.layout_version) == (10 * PAGE_BYTES, version)
     same = np.flatnonzero(first.pages == second.pages).tolist()
     assert same == [0, 3]
     read = np.concatenate([np.arange(r.start, r.stop) for r in shared])
     for layer in range(NUM_LAYERS):
         for kept in (store.keys(layer), store.values(layer)):
             assert torch.equal(kept[rows_of(first)[read]], kept[rows_of(second)[read]])
-    pages.allocate("c", 6 * PAGE_SIZE)  # for which pages move
-    assert store.generation > generation
+    pages.allocate("c", 6 * PAGE_SIZE)  # makes pages move
+    assert store.layout_version > version
     assert first.pages[same].tolist() == second.pages[same].tolist()
     assert_marked(store, first, 1)
     pages.release("a")
@@ -358,7 +358,7 @@ def test_a_place_has_pages_of_its_own_where_it_is_written_to() -> None:
     places = pages.allocate_drafts("a", [window], ["1", "2"])
     assert store.num_bytes == (3 + 2 * 2) * PAGE_BYTES
     for kept in places:
-        assert_marked(store, kept, 1)  # copies beside the window, the request's pages elsewhere
+        assert_marked(store, kept, 1)  # copies around the window, the request's pages elsewhere
         assert kept.pages[0] == owner.pages[0]
         store.keys(1)[rows_of(kept)[window.start : window.stop]] = 99
     assert_marked(store, owner, 1)
@@ -377,7 +377,7 @@ def test_places_leave_steps_their_memory() -> None:
     pages.allocate("a", 2 * PAGE_SIZE)
     names = [str(number) for number in range(40)]
     places = pages.allocate_drafts("a", [range(3)], names)
-    assert len(places) == 23  # with the request's a quarter of the pool
+    assert len(places) == 23  # a quarter of the pool together with the request's pages
     assert len(store.table.rows) == 2 * 24
     assert pages.allocate_drafts("a", [range(3)], names[30:]) == []
     pages.release("7")
@@ -398,7 +398,7 @@ def test_whatever_comes_and_goes_no_page_stays() -> None:
             window = range(start, int(chance.integers(start, length)) + 1)
             names = [f"{name}-{i}" for i in range(int(chance.integers(1, 8)))]
             running[name] = len(pages.allocate_drafts(name, [window], names))
-        while len(running) > 5:  # in any order, the request before its places or behind them
+        while len(running) > 5:  # in any order, also a request before its drafts
             gone = str(chance.choice(list(running)))
             order = chance.permutation([gone, *(f"{gone}-{i}" for i in range(running.pop(gone)))])
             for released in order.tolist():

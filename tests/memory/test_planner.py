@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may share a step, and how stages are cut."""
+"""Which requests may share a step, and how stages are cut into chunks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ KIB = 1 << 10
 
 
 def upstreams(columns: int) -> tuple[Buffer, ...]:
-    """What one of upstream's methods returns."""
+    """Return the buffers of one of upstream's methods."""
     return (Buffer("quantised product", (columns,), BF16, is_temporary=True),)
 
 
 def listed(buffers: tuple[Buffer, ...]) -> dict[str, int]:
-    """Bytes a row, by name."""
+    """Return bytes per row by the name of the buffer."""
     return {buffer.name: buffer.row_bytes for buffer in buffers}
 
 
@@ -86,7 +86,7 @@ QUANTISED = replace(
         LinearBuffers(
             project=upstreams(3 * 4096), gated=upstreams(6 * 4096), add_to=upstreams(4096)
         ),
-        *LLADA_8B.products,  # the layers that the checkpoint leaves plain
+        *LLADA_8B.products,  # the layers that the checkpoint does not quantise
     ),
     can_group_heads=False,
 )
@@ -119,7 +119,7 @@ SHAPES = {
 
 
 def half_masked(length: int) -> StepShape:
-    """One sequence, the second half of which is sampled."""
+    """Return a step of one sequence, the second half of which is sampled."""
     return StepShape(rows=length, sample_rows=length // 2, longest=length)
 
 
@@ -168,7 +168,7 @@ def test_long_chunks_store_no_gate_and_up_where_one_kernel_computes_their_produc
         return plan.predicted_peak_bytes - rows * resident - ROUNDING_BYTES
 
     assert peak_of(1544) == 1544 * 80 * KIB
-    assert peak_of(2048) == 1544 * 80 * KIB  # what the last, shorter chunk of several may take
+    assert peak_of(2048) == 1544 * 80 * KIB  # the peak of the last, shorter chunk of several
     assert peak_of(8192) == 8192 * 32 * KIB
 
 
@@ -187,7 +187,7 @@ def test_few_heads_at_a_time_take_their_share() -> None:
         for groups in (1, 4)
     )
     assert one["attention"] == one["queries"] == 4 * four["queries"]
-    assert projecting["normed rows"] == 8 * KIB  # more than the attention of a quarter of the heads
+    assert projecting["normed rows"] == 8 * KIB  # more than a quarter of the heads' attention
     visiting, _ = footprint.attend(Residency(False, 4, host_residual=True), is_packed=False)
     names = ("x 0", "x 1", "updated x 0", "updated x 1")
     assert listed(visiting).items() >= dict.fromkeys(names, 8 * KIB).items()
@@ -214,7 +214,7 @@ def test_only_plain_heads_without_a_common_norm_can_be_grouped() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("length", [1, 17, 500, 4096, 20_000, 200_000, 1_000_000])
 def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_split: bool) -> None:
-    """From the smallest budget that has a plan to one in which the step is whole."""
+    """Budgets run from the smallest one with a plan to one in which the step is whole."""
     shape, step = SHAPES[name], half_masked(length)
 
     def plan_within(budget: int) -> Plan:
@@ -232,7 +232,7 @@ def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_s
         sizes = (plan.rows.keys_values, plan.rows.attend, plan.rows.feed_forward)
         assert all(1 <= size <= length for size in sizes)
         assert 1 <= plan.rows.logits <= max(step.sample_rows, 1)
-        # more memory never costs more than the rounding of chunks to whole tiles
+        # More memory never costs more time than the rounding of chunks to whole tiles.
         assert plan.predicted_seconds <= 1.05 * slowest
         slowest = min(slowest, plan.predicted_seconds)
         if plan.is_whole(length) or budget > 64 * required:
@@ -242,7 +242,7 @@ def test_every_plan_keeps_to_its_budget_and_uses_it(name: str, length: int, is_s
 
 @pytest.mark.parametrize(
     "name", sorted(SHAPES.keys() - {"fused"})
-)  # whose long chunks are another sum
+)  # the sum of "fused" differs for long chunks
 def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
     shape = SHAPES[name]
     footprint, step = Footprint(shape), half_masked(50_000)
@@ -266,7 +266,7 @@ def test_predicted_bytes_are_the_sum_of_the_footprint(name: str) -> None:
 
 
 def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() -> None:
-    """Attention's results are PyTorch's; of the other stages normed rows can have that memory."""
+    """Attention's results are temporaries, in whose memory normed rows of other stages can be."""
     step, layout = half_masked(50_000), Residency(keep_queries=False)
     footprint = Footprint(LLADA_8B)
     resident = row_bytes(footprint.resident(layout)) * step.rows
@@ -294,7 +294,7 @@ def test_a_split_pool_holds_the_most_of_buffers_and_the_most_of_temporaries() ->
 
 
 def test_normed_rows_that_attention_cannot_replace_are_buffers() -> None:
-    """Else PyTorch would have memory for both: of narrower rows, and of those that are fp8."""
+    """As temporaries, narrower rows and fp8 rows would need memory in addition to attention."""
     narrow = replace(LLADA_8B, hidden_size=2048)
     fp8 = replace(LLADA_8B, products=(LLADA_8B.products[0]._replace(quantises=True),))
     for shape, normed in (
@@ -311,7 +311,7 @@ def test_normed_rows_that_attention_cannot_replace_are_buffers() -> None:
 @pytest.mark.parametrize("length", [1024, 4096, 6000, 16_384, 20_000, 65_536, 204_800])
 @pytest.mark.parametrize("sampled", [32, 1000])
 def test_a_split_pool_needs_no_more_than_one_that_is_not(length: int, sampled: int) -> None:
-    """But for the softmax statistics, and normed rows beside gate and up of a short chunk."""
+    """A split pool may also need softmax statistics, and normed rows next to gate and up."""
     split, joint = (
         Planner(FUSED, 100 * GIB, row_budget=4096, is_split=is_split).plan(
             StepShape(length, sampled, length)
@@ -347,7 +347,7 @@ def test_only_the_stage_that_is_the_peak_is_cut() -> None:
 
 
 def test_the_ladder_as_the_budget_shrinks() -> None:
-    """Whole, then chunks, then keys and values by groups or rows in host memory, then both."""
+    """Plans are whole, then cut, then have head groups or rows on the host, then both."""
     step = half_masked(262_144)
     plans = [
         Planner(LLADA_8B, gibibytes * GIB, row_budget=4096).plan(step)
@@ -363,7 +363,7 @@ def test_the_ladder_as_the_budget_shrinks() -> None:
         Planner(LLADA_8B, GIB, row_budget=4096, uses_host=False).plan(step)
 
 
-# Milliseconds of a step of LLaDA-8B of so many rows on an H200.
+# Milliseconds per step of LLaDA-8B by number of rows, measured on an H200.
 STEPS_MS: dict[type[Projection], dict[int, float]] = {
     PlainProjection: {32: 4.15, 256: 6.92, 1024: 22.8, 2048: 46.7, 4096: 99.5},
     Fp8Projection: {32: 2.80, 256: 4.60, 1024: 14.2, 2048: 29.1, 4096: 64.9},
@@ -382,7 +382,7 @@ def test_steps_take_what_is_predicted(kind: type[Projection]) -> None:
 
 
 def test_long_steps_level_their_stages() -> None:
-    """With all the memory there is, peak over average stays small."""
+    """With enough memory, the ratio of peak and average is small."""
     for length in (32_768, 65_536, 204_800):
         plan = Planner(LLADA_8B, 120 * GIB, row_budget=4096).plan(half_masked(length))
         assert not plan.layout.is_streamed and plan.rows.attend == length
@@ -419,7 +419,7 @@ def test_kept_bytes_are_taken_from_the_budget() -> None:
 @pytest.mark.parametrize("seconds", [0.5, 0.1, 0.03])
 @pytest.mark.parametrize(("length", "kibibytes"), [(204_800, 40), (204_800, 25), (16_384, 64)])
 def test_a_bound_on_pauses_cuts_chunks_too(length: int, kibibytes: int, seconds: float) -> None:
-    """One layer's attention of 204,800 tokens takes more than a second; memory would allow it."""
+    """Attention of one layer with 204,800 tokens fits into memory, but takes over a second."""
     planner = Planner(LLADA_8B, length * kibibytes * KIB, 4096)
     step = half_masked(length)
     free, bound = planner.plan(step), planner.plan(step, 0, seconds)
@@ -435,7 +435,7 @@ def test_the_chunks_of_a_step_take_as_long_as_the_step() -> None:
     planner = Planner(LLADA_8B, 8 * GIB, 4096)
     for bound in (math.inf, 0.05):
         plan = planner.plan(half_masked(65_536), 0, bound)
-        num_chunks = [65_536 / rows for rows in plan.rows[:3]]  # the last one may be short
+        num_chunks = [65_536 / rows for rows in plan.rows[:3]]  # the last chunk may be short
         one = plan.chunk_seconds
         layers = one.keys_values * num_chunks[0] + one.attend * num_chunks[1]
         layers += one.feed_forward * num_chunks[2]
@@ -503,14 +503,14 @@ def test_steps_share_the_row_budget_by_the_rows_that_they_have_most_of_the_time(
 
 def test_a_second_step_of_those_that_have_one_forward_waits_behind_the_first() -> None:
     admission, read = admission_of(TINY, GIB, row_budget=100), demand(40, once=True)
-    assert admission.obstacle([read] * 4, read) is None  # 200 rows
+    assert admission.obstacle([read] * 4, read) is None  # 200 rows in total
     assert admission.obstacle([read] * 5, read) is not None
-    assert admission.obstacle([demand(40)] * 2, read) is None  # 80 in every step, 40 in every other
+    assert admission.obstacle([demand(40)] * 2, read) is None  # 80 rows in each step, 40 once
     assert admission.obstacle([demand(40)] * 2, demand(41, once=True)) is not None
 
 
 def smallest_budget(demands: list[Demand], row_budget: int) -> int:
-    """The pool with which the last of these requests joins the others."""
+    """Return the smallest pool with which the last of these requests joins the others."""
     low, high = 1, GIB
     while low < high:
         middle = (low + high) // 2
@@ -522,11 +522,11 @@ def smallest_budget(demands: list[Demand], row_budget: int) -> int:
 
 
 def test_first_forwards_need_the_memory_of_one_shared_step() -> None:
-    """Four at once would be 400 rows; no step has more than 150."""
+    """Four first forward passes have 400 rows, but no step has more than 150."""
     largest = smallest_budget([Demand(75, 75)] * 2, row_budget=150)
     assert smallest_budget([demand(100, window=8)] * 4, row_budget=150) == largest
     cached = [demand(100, keeps_cache=True, window=8)] * 4
-    kept = 4 * 128 * TINY.cache_bytes  # whole pages
+    kept = 4 * 128 * TINY.cache_bytes  # in whole pages
     assert largest + kept <= smallest_budget(cached, row_budget=150) < 2 * kept
 
 
@@ -535,7 +535,7 @@ def test_a_forward_beyond_the_row_budget_must_fit_beside_all_kept_keys_and_value
     large = demand(5000, window=8)
     alone = smallest_budget([large], row_budget=100)
     together = smallest_budget([*kept, large], row_budget=100)
-    assert together == alone + 4 * 64 * TINY.cache_bytes  # whole pages
+    assert together == alone + 4 * 64 * TINY.cache_bytes  # in whole pages
 
 
 @st.composite
@@ -558,7 +558,7 @@ def demands(draw: st.DrawFn) -> Demand:
 def test_every_step_of_admitted_requests_has_a_plan(
     parameters: list[Demand], pool: int, row_budget: int, data: st.DataObject
 ) -> None:
-    """Whoever is admitted, and whatever forwards meet: the step fits beside what all keep."""
+    """Every combination of forward passes of admitted requests fits with all their caches."""
     admission, running = admission_of(TINY, pool, row_budget), []
     for new in parameters:
         if admission.obstacle(running, new) is None:
@@ -580,9 +580,9 @@ def test_every_step_of_admitted_requests_has_a_plan(
 
 
 def test_kept_keys_and_values_of_several_have_half_of_the_budget() -> None:
-    """In whole pages of 64 positions: a request's last page is its own. One alone has all."""
+    """Caches take whole pages of 64 positions, not shared. A single request may use all memory."""
     admission = admission_of(TINY, 2 * 250 * TINY.cache_bytes, row_budget=1000)
-    assert admission.planner.cached_positions == 192  # not 250
+    assert admission.planner.cached_positions == 192  # 250 rounded down to whole pages
     running = [demand(100, keeps_cache=True)]
     assert admission.obstacle(running, demand(64, keeps_cache=True)) is None
     assert admission.obstacle(running, demand(65, keeps_cache=True)) is not None
@@ -601,7 +601,7 @@ def test_kept_keys_and_values_of_several_have_half_of_the_budget() -> None:
         admission.check(demand(longest + PAGE_SIZE, keeps_cache=True))
 
 
-# What a card of 12 GiB leaves beside LLaDA-8B in int4: two requests keep 4 GiB of it.
+# Memory of a GPU of 12 GiB that LLaDA-8B in int4 leaves. Two requests have 4 GiB of caches.
 SMALL_CARD = int(4.7 * GIB)
 
 
@@ -617,16 +617,16 @@ def test_several_keep_more_than_half_where_no_step_is_slower(
     assert admission.obstacle([kept], kept) is None
     assert admission.obstacle([kept, kept], kept) == "memory"
     assert admission.obstacle([kept, kept], other) is None
-    long = demand(65_536)  # which would have to lie in host memory beside the two
+    long = demand(65_536)  # would need host memory if there were two caches
     assert admission.obstacle([kept], long, long={long}) is None
     assert admission.obstacle([kept, kept], long, long={long}) == "memory"
     assert admission.obstacle([kept, long], kept, long={long}) == "memory"
 
 
 def test_what_several_keep_can_still_move() -> None:
-    """An eighth of the layers lies there twice while pages move; host memory is one request's."""
+    """An eighth of the layers exists twice while pages move. Only one request uses host memory."""
     kept = demand(4096, keeps_cache=True, window=32)
-    for room, obstacle in ((GIB // 2 - 1, "memory"), (GIB // 2, None)):  # of two that are there
+    for room, obstacle in ((GIB // 2 - 1, "memory"), (GIB // 2, None)):  # for two running requests
         admission = admission_of(LLADA_8B, 6 * GIB + room, 4096)
         (step,) = admission._largest_steps([kept] * 3, [kept] * 3)
         assert admission.fits(step, 6 * GIB)
@@ -636,7 +636,7 @@ def test_what_several_keep_can_still_move() -> None:
 
 
 def test_a_copy_of_kept_keys_is_counted_where_one_is_made() -> None:
-    """Of the longest sequence, one group of heads at a time."""
+    """The copy is that of the longest sequence, with one group of heads at a time."""
     step = StepShape(rows=64, sample_rows=8, longest=500, kept_keys=500)
     copying = replace(TINY, collects_keys=True)
 
@@ -711,7 +711,7 @@ def test_what_fits_alone_fits_without_a_reserve() -> None:
 
 
 def test_what_a_long_step_leaves_to_others_is_no_memory_that_it_lacks() -> None:
-    """A plan that leaves nobody anything is faster, but is not the one that it gets."""
+    """A plan that reserves no memory for others would be faster, but is not chosen."""
     planner, step = Planner(LLADA_8B, 380 << 20, row_budget=8192), StepShape(65_536, 128, 65_536)
     actual, a_little_more, all_of_it, much_more = (
         planner.plan(step, -more, 0.05).predicted_seconds
@@ -733,7 +733,7 @@ def test_requests_that_share_no_step_keep_nobody_out() -> None:
 
 
 def test_chunks_of_attention_are_whole_waves_where_time_cuts_them() -> None:
-    """33 tiles of 128 queries in each of 32 heads are 8 for each of 132 multiprocessors."""
+    """33 tiles of 128 queries with 32 heads are 8 tiles for each of 132 multiprocessors."""
     planner = Planner(LLADA_8B, 100 * GIB, 4096)
     for length in (65_536, 204_800):
         plan = planner.plan(half_masked(length), 0, 0.05)
@@ -773,7 +773,7 @@ def test_a_step_that_keeps_keys_and_values_is_not_divided() -> None:
 
 
 def test_groups_of_heads_have_heads_for_every_rank() -> None:
-    """So the smallest pools differ: KV heads of a group are divided once more."""
+    """KV heads of a group are divided over ranks, so that the smallest pools differ."""
     for shape, most in ((DREAM_7B, 2), (LLADA_8B, 16)):
         step = StepShape(65_536, 128, 65_536)
         with pytest.raises(ActivationBudgetError) as refused:
@@ -788,7 +788,7 @@ def test_groups_of_heads_have_heads_for_every_rank() -> None:
 
 
 def test_four_ranks_hold_a_million_tokens() -> None:
-    """In 24 GiB each, all layers of LLaDA-8B: planned, not run."""
+    """All layers of LLaDA-8B fit into 24 GiB per rank. This is only planned, not run."""
     planner = Planner(LLADA_8B, 24 * GIB, row_budget=8192, shards=4, is_split=True)
     plan = planner.plan(StepShape(1 << 20, 128, 1 << 20))
     assert plan.predicted_peak_bytes <= 24 * GIB
@@ -797,7 +797,7 @@ def test_four_ranks_hold_a_million_tokens() -> None:
 
 
 def test_steps_that_are_a_little_smaller_have_one_plan() -> None:
-    """Where it is whole; else, and where memory is short, it is that of the step itself."""
+    """A whole plan is shared. If memory is short, the plan is that of the step itself."""
     step = StepShape(rows=160, sample_rows=32, longest=256, num_sequences=16, kept_keys=256)
     planner = Planner(LLADA_8B, GIB, row_budget=8_192)
     smaller = [step._replace(sample_rows=n) for n in range(1, 33)]
@@ -809,7 +809,7 @@ def test_steps_that_are_a_little_smaller_have_one_plan() -> None:
 
     tight = Planner(LLADA_8B, exact.predicted_peak_bytes, row_budget=8_192)
     fewer = step._replace(sample_rows=20)
-    assert tight.plan_alike(fewer) == tight.plan(step)  # what is read of 32 rows still fits
+    assert tight.plan_alike(fewer) == tight.plan(step)  # 32 sampled rows still fit
     tighter = Planner(LLADA_8B, exact.predicted_peak_bytes - 1, row_budget=8_192)
     assert tighter.plan_alike(fewer) == tighter.plan(fewer)
 
@@ -818,7 +818,7 @@ def test_steps_that_are_a_little_smaller_have_one_plan() -> None:
 
 
 def test_chunks_of_the_feed_forward_stage_hold_whole_windows() -> None:
-    """Where rows choose their experts by windows; whatever is left for a chunk."""
+    """Rows of a window choose their experts together, so that a chunk must not cut one."""
     shape = replace(LLADA_MOE, row_unit=32)
     step = StepShape(rows=4096, sample_rows=64, longest=4096)
     search = Planner(shape, 1 << 40, 8192, uses_host=False).search

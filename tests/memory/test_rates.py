@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of a device, believed and remembered."""
+"""Rates of a device: measured, checked for plausibility, and remembered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURED = H200._replace(product_flops=650e12, attention_flops=600e12, host_byte
 
 
 class Card:
-    """A card of which the tests say what measuring it gives."""
+    """A GPU whose measured rates are set by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.found: Rates | Exception = MEASURED
@@ -79,11 +79,11 @@ def test_what_is_measured_beside_others_is_not_remembered(card: Card) -> None:
 
 def test_what_is_far_below_a_cards_properties_is_not_believed_beside_others(card: Card) -> None:
     slow = card.found = MEASURED._replace(attention_flops=0.5 * H200.attention_flops)
-    assert rates_of(CARD, ALONE) == slow  # who was beside it may have been overlooked
+    assert rates_of(CARD, ALONE) == slow  # another process may have disturbed the measurement
     card.has_company = True
     assert rates_of(CARD, ALONE) == MEASURED._replace(attention_flops=H200.attention_flops)
     assert card.num_measured == 2
-    card.found = MEASURED._replace(host_bytes=1e9)  # which nothing promises
+    card.found = MEASURED._replace(host_bytes=1e9)  # no property bounds this rate
     assert rates_of(CARD, ALONE) == card.found
 
 
@@ -125,7 +125,7 @@ def test_rates_that_cannot_be_written_are_measured_anew(card: Card, tmp_path: Pa
 
 @pytest.mark.gpu
 def test_a_card_does_what_its_properties_promise() -> None:
-    """Within what is believed; other tests may run beside this one, so not more is asked."""
+    """Rates are within the plausible range. Other tests may run meanwhile, so the range is wide."""
     promised = rates.promised_rates(CARD)
     actual = rates.measured_rates(CARD, promised)
     assert actual.multiprocessors == torch.cuda.get_device_properties(CARD).multi_processor_count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the residual stream, visited chunk by chunk on the device or from the host."""
+"""Rows of the residual stream, visited in chunks on the device or from the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 def rows_of(
     place: str, device: str, name: str = "x"
 ) -> tuple[ResidualRows, torch.Tensor, ActivationPool]:
-    """Rows that hold their numbers, the same numbers, and the pool of the chunks."""
+    """Return rows that hold their numbers, these numbers, and the pool of the chunks."""
     pool = ActivationPool(1 << 20, torch.device(device))
     wanted = torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
     if place == "device":
@@ -42,7 +42,7 @@ def content(rows: ResidualRows, device: str) -> torch.Tensor:
 def test_every_chunk_is_seen_and_what_is_written_stays(place: str, device: str, size: int) -> None:
     rows, wanted, _ = rows_of(place, device)
     ranges = list(chunks(NUM_ROWS, size))
-    for _ in range(3):  # one stage after the other
+    for _ in range(3):  # three stages
         for part, chunk in zip(ranges, rows.visit(ranges, writes=True), strict=True):
             assert torch.equal(chunk.cpu(), wanted[part])
             chunk.mul_(2)
@@ -66,7 +66,7 @@ def test_rows_that_are_not_read_are_written(place: str, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_two_stores_are_visited_side_by_side(place: str, device: str) -> None:
-    """One is read while the other is added to, as groups of heads do."""
+    """One store is read while the other one is added to, as for groups of heads."""
     x, wanted, _ = rows_of(place, device)
     updated, _, _ = rows_of(place, device, name="updated")
     ranges = list(chunks(NUM_ROWS, 3))

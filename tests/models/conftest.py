@@ -15,7 +15,7 @@ from vllm.diffusion.models.base import DiffusionModel
 
 @pytest.fixture(scope="package")
 def load_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Load a checkpoint folder in this process, a tensor-parallel world of one."""
+    """Yield a function that loads a checkpoint in this process, without other ranks."""
     init_file = tmp_path_factory.mktemp("world") / "init"
 
     def load_from(path: Path, dtype: str = "float32", **engine_args: Any) -> DiffusionModel:
@@ -30,7 +30,7 @@ def load_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 
 @pytest.fixture(scope="package")
 def case_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of one of the tiny checkpoints of `tests.checkpoints`, or of OUR_CASES."""
+    """Return a function that writes a tiny checkpoint of `tests.checkpoints` or OUR_CASES."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def path_of(name: str) -> Path:
@@ -40,8 +40,8 @@ def case_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return path_of
 
 
-# Shapes that only matter to parallel layers: columns that are no multiple of upstream's padding,
-# and fewer key/value heads than ranks.
+# These shapes only matter to parallel layers: a number of columns that is no multiple of upstream's
+# padding, and fewer key/value heads than ranks.
 LLADA_CASES: dict[str, Case] = {
     "odd_vocab": Case(20, {"embedding_size": 300}),
     "odd_vocab_tied": Case(20, {"embedding_size": 300, "weight_tying": True}),
@@ -55,10 +55,10 @@ OUR_CASES: dict[str, Case] = {
     **LLADA_CASES,
     "dream_odd_vocab": Case(20, {"vocab_size": 300, "num_key_value_heads": 4}, "dream"),
     "dream_odd_tied": Case(20, ODD_TIED, "dream"),
-    # heads whose widths do not sum up to the hidden size
+    # The widths of the heads do not sum up to the hidden size.
     "dream_wide_heads": Case(20, {"head_dim": 32}, "dream"),
     "moe_narrow_heads": Case(20, {"head_dim": 8, "num_key_value_heads": 2}, "moe"),
-    # half of a head's channels turn; most elements of q, k and v are clipped
+    # Half of a head's channels are rotated, and most elements of q, k and v are clipped.
     "moe_partial_clipped": Case(20, CLIPPED, "moe"),
     "moe_plain_heads_tied": Case(20, {"qk_layernorm": False, "tie_word_embeddings": True}, "moe"),
     "moe_fused_mix": Case(20, MIXED, "moe", fused_experts=True),
@@ -72,7 +72,7 @@ OUR_CASES: dict[str, Case] = {
 def case_model(
     load_model: Callable[..., Any], case_path: Callable[[str], Path]
 ) -> Callable[[str], DiffusionModel]:
-    """The loaded fp32 model of a case; each is loaded once."""
+    """Return a function that loads the fp32 model of a case, each case once."""
     models: dict[str, DiffusionModel] = {}
 
     def model_of(name: str) -> DiffusionModel:

@@ -30,7 +30,7 @@ RELEASED = {
 
 
 def make_config(family: str, *without: str, **overrides: Any) -> Any:
-    """Build a family's configuration from the released values, some left out, some replaced."""
+    """Build a family's configuration from released values, without some and with some replaced."""
     kind, released = RELEASED[family]
     values = {key: value for key, value in released.items() if key not in without}
     config = kind.from_dict(copy.deepcopy({**values, **overrides}))

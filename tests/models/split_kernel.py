@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases for the attention kernel that splits the keys, against attention by its definition."""
+"""Cases for the attention kernel that splits the keys, compared with attention by definition."""
 
 import math
 
@@ -13,7 +13,7 @@ from vllm.diffusion.layers.split_attention import SplitConfig, split_attention
 def plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span]
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(hd)) v of every span, in float64."""
+    """Return softmax(q k^T / sqrt(hd)) v of every span, in float64."""
     out = torch.zeros_like(q, dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for span in spans:
@@ -22,7 +22,7 @@ def plain_attention(
         queries, keys = slice(span.q_start, span.q_end), slice(span.kv_start, span.kv_end)
         heads_k, heads_v = (x[keys].double().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[queries].double(), heads_k)
-        if span.block_length:  # no block after the query's own
+        if span.block_length:  # no later block than the query's own
             blocks = torch.arange(span.num_keys, device=q.device) // span.block_length
             own = torch.arange(span.num_queries, device=q.device) + span.first
             scores[:, blocks > (own // span.block_length)[:, None]] = -torch.inf
@@ -32,20 +32,20 @@ def plain_attention(
 
 
 def run_split() -> None:
-    """Grouped heads, strided rows, empty sequences; keys in one part and in several; blocks."""
+    """Run grouped heads, strided rows, empty sequences, keys in one or more parts, and blocks."""
     single, half = (torch.float32, 1, 1e-5), (torch.float16, 2, 4e-3)
     whole = [Span(0, 5, 7, 177), Span(5, 5, 3, 9), Span(5, 14, 0, 0), Span(14, 15, 190, 200)]
     run_split_of(whole, half)
     blocks = [Span(0, 9, 7, 177, 4, 161), Span(9, 9, 3, 9, 1), Span(9, 14, 20, 100)]
     run_split_of([*blocks, Span(14, 15, 190, 200, 6, 3)], half)
-    # not split: a later part has no keys for the first rows
+    # Keys are not split, because a later part would have no keys for the first rows.
     run_split_of([Span(0, 15, 0, 15, 5)], single)
     run_split_of([Span(0, 15, 0, 170, 7, 60)], half)
     run_split_in_pages()
 
 
 def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> None:
-    """Each kind: the dtype, key and value heads, and the error that it may have."""
+    """Check spans for each kind: a dtype, a number of key/value heads, and the maximum error."""
     layout = AttentionLayout.of(spans, "cpu")
     generator = torch.Generator().manual_seed(20250920)
     for dtype, num_kv_heads, limit in kinds:
@@ -56,10 +56,10 @@ def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> N
         is_read = torch.zeros(len(pool), dtype=torch.bool)
         for span in spans:
             is_read[span.kv_start : span.kv_start + span.keys_read_by(span.num_queries - 1)] = True
-        pool[~is_read] = torch.nan  # what no sequence reads may be anything
+        pool[~is_read] = torch.nan  # rows that no sequence reads may have any value
         for programs in (0, 64):  # not split, and in parts of 64 keys
             out = torch.full(q.shape, torch.nan, dtype=dtype)
-            bounded = layout._replace(max_keys=layout.max_keys + 80)  # a bound, not a maximum
+            bounded = layout._replace(max_keys=layout.max_keys + 80)  # an upper bound of the keys
             config = SplitConfig(16, 16, programs, num_warps=4, num_stages=1)
             result = split_attention(q, k, v, bounded, out, config)
             assert result is out
@@ -67,7 +67,7 @@ def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> N
 
 
 def run_split_in_pages() -> None:
-    """As above, the keys in shuffled pages of one tile and of several."""
+    """Run the same with keys in shuffled pages of one tile and of several tiles."""
     spans = [Span(0, 5, 64, 191), Span(5, 5, 0, 9), Span(5, 14, 32, 32), Span(14, 15, 192, 193)]
     generator = torch.Generator().manual_seed(20261122)
     q = torch.randn(15, 4, 16, generator=generator)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models through upstream's loader in this process, and their logits in several ways."""
+"""Loads models with upstream's loader in this process, and computes their logits."""
 
 import gc
 import json
@@ -31,11 +31,11 @@ from vllm.diffusion.ops.packed import NF4, NF4_ORDER
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
 from vllm_add_llada.cuda_kernels.fused_ops import Packed, unpack
 
-REL_TOLERANCE = 1e-4  # of the largest logit: fp32 sums in another order
+REL_TOLERANCE = 1e-4  # relative to the largest logit: fp32 sums in another order
 
 
 class Recorder:
-    """Scratch memory that knows what was asked of it, in bytes."""
+    """Scratch memory that records the bytes of each buffer."""
 
     def __init__(self) -> None:
         self.taken: dict[str, int] = {}
@@ -53,7 +53,7 @@ class Recorder:
 
 
 def engine_config(path: Path, dtype: str = "float32", **engine_args: Any) -> VllmConfig:
-    """The configuration that a server of this checkpoint would have."""
+    """Return the configuration that a server of this checkpoint would have."""
     args = EngineArgs(
         model=str(path), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, **engine_args
     )
@@ -62,7 +62,7 @@ def engine_config(path: Path, dtype: str = "float32", **engine_args: Any) -> Vll
 
 
 def join_world(config: VllmConfig, init_file: Path, rank: int = 0, size: int = 1) -> None:
-    """Be rank `rank` of `size` tensor-parallel processes that meet over a file."""
+    """Join a group of `size` tensor-parallel processes as `rank`; they meet over a file."""
     if model_parallel_is_initialized():
         return
     with set_current_vllm_config(config):
@@ -71,9 +71,9 @@ def join_world(config: VllmConfig, init_file: Path, rank: int = 0, size: int = 1
 
 
 def load(config: VllmConfig) -> DiffusionModel:
-    """Build the model and fill it, as a worker does."""
-    # upstream's loader empties the cache of an accelerator, and fails where there is none; its
-    # collections of garbage take longer than a tiny model
+    """Build the model and load its weights, as a worker does."""
+    # Upstream's loader empties the cache of an accelerator, which fails without one. Its garbage
+    # collections take longer than a tiny model.
     no_cache = mock.patch.object(torch.accelerator, "empty_cache", lambda: None)
     with set_current_vllm_config(config), no_cache, mock.patch.object(gc, "collect"):
         model = get_model(vllm_config=config)
@@ -83,7 +83,7 @@ def load(config: VllmConfig) -> DiffusionModel:
 
 @torch.no_grad()
 def logits(model: DiffusionModel, ids: Tensor) -> Tensor:
-    """This rank's logits [T, columns] of one sequence, by the whole forward."""
+    """Return this rank's logits [T, columns] of one sequence, by the whole forward pass."""
     return model.compute_logits(model(ids, torch.arange(len(ids))))
 
 
@@ -96,7 +96,7 @@ def staged_logits(
     keep_queries: bool = True,
     visibility: Visibility = FULL,
 ) -> list[Tensor]:
-    """Logits of packed sequences, every stage in chunks of `rows` rows (all at once for None)."""
+    """Return logits of packed sequences, every stage in chunks of `rows` rows (None: whole)."""
     lengths = [len(ids) for ids in sequences]
     ids = torch.cat(list(sequences))
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -124,13 +124,13 @@ def staged_logits(
 
 
 def visibility_of(model: DiffusionModel) -> Visibility:
-    """Which rows of a sequence see which as `DiffusionModel.forward` has it."""
+    """Return which rows of a sequence attend to which, as in `DiffusionModel.forward`."""
     visibility = model.family.visibility.with_blocks_of(model.config.block_length)
     return BlockCausal(1) if model.family.has_causal_context else visibility
 
 
 def assert_same_logits(given: Tensor, wanted: Tensor) -> None:
-    """Equal up to REL_TOLERANCE of the largest logit, and with the same best token."""
+    """Check that logits differ by at most REL_TOLERANCE and have the same best tokens."""
     assert given.shape == wanted.shape
     difference = (given - wanted).abs().max() / wanted.abs().max()
     assert difference <= REL_TOLERANCE, f"relative difference {difference:.2e}"
@@ -142,12 +142,12 @@ def check_bf16(
     of_tables: torch.dtype,
     reference_logits: Callable[[Tensor, torch.dtype], Tensor],
 ) -> None:
-    """bf16 logits are no farther from exact arithmetic than those of the reference in bf16.
+    """Check that bf16 logits are as close to exact ones as the reference's logits in bf16.
 
     Args:
         model: in bf16.
         of_tables: the dtype of its rotary tables.
-        reference_logits: of ids [1, T] in a dtype, [T, V].
+        reference_logits: returns logits [T, V] of ids [1, T], computed in a dtype.
     """
     ids = some_ids(40)
     assert model.rotary(torch.arange(3)).cos.dtype == of_tables
@@ -157,7 +157,7 @@ def check_bf16(
         reference_logits(ids[None], dtype).double() for dtype in (torch.bfloat16, torch.float64)
     )
     our_error, reference_error = ((x.double() - exact).square().mean() for x in (given, half))
-    assert our_error <= 1.5 * reference_error  # which leaves room for the attention kernel
+    assert our_error <= 1.5 * reference_error  # a margin for the attention kernel
 
 
 def _chunks(total: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -165,7 +165,7 @@ def _chunks(total: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(lengths: Sequence[int], start: int, end: int, visibility: Visibility) -> list[Span]:
-    """What the rows `start` to `end` of sequences one after the other read."""
+    """Return the spans of rows `start` to `end` of sequences that are packed in order."""
     spans, first = [], 0
     for length in lengths:
         step = visibility.block_length or length
@@ -179,7 +179,7 @@ def _spans(lengths: Sequence[int], start: int, end: int, visibility: Visibility)
 
 
 def some_ids(length: int, seed: int = 0) -> torch.Tensor:
-    """Ordinary tokens, with masks in the second half."""
+    """Return ordinary tokens, with masks in the second half."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
     ids[length // 2 :: 2] = MASK_ID
@@ -190,7 +190,7 @@ FP8, LARGEST = torch.float8_e4m3fn, 448.0
 
 
 def fp8_layer(weight: Tensor, bias: Tensor | None, fixed: Tensor | None = None) -> Any:
-    """A layer whose weight is fp8, one scale a row; `fixed` is that of its inputs."""
+    """Return a layer with an fp8 weight, a scale per row, and an optional scale of inputs."""
     scales = weight.abs().amax(dim=1) / LARGEST
     layer = SimpleNamespace(
         weight=(weight / scales[:, None]).to(FP8),
@@ -205,13 +205,13 @@ def fp8_layer(weight: Tensor, bias: Tensor | None, fixed: Tensor | None = None) 
 
 
 def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Rows as fp8 has them."""
+    """Return rows rounded to fp8, in float64."""
     scale = x.abs().amax(dim=1, keepdim=True) / LARGEST if scale is None else scale
     return (x / scale).clamp(-LARGEST, LARGEST).to(FP8).double() * scale.double()
 
 
 def empty_packed(num_rows: int, depth: int, group: int, kind: str, device: str = "cpu") -> Packed:
-    """A matrix of 4-bit numbers, to be filled."""
+    """Return a matrix of 4-bit numbers that is still to be filled."""
     size = (num_rows, depth // group)
     return Packed(
         torch.zeros(num_rows, depth // 2, dtype=torch.uint8, device=device),
@@ -222,14 +222,14 @@ def empty_packed(num_rows: int, depth: int, group: int, kind: str, device: str =
 
 
 def meant(packed: Packed) -> Tensor:
-    """The numbers [N, D] that a packed matrix stands for, fp32."""
+    """Return the values [N, D] of a packed matrix in fp32."""
     out = torch.empty(packed.shape)
     unpack(packed, out)
     return out
 
 
 def packed_layer(packed: Packed, bias: Tensor | None = None) -> Any:
-    """A layer whose weight is packed."""
+    """Return a layer with a packed weight."""
     return SimpleNamespace(
         weight=packed.values,
         weight_scale=packed.scales,
@@ -243,7 +243,7 @@ def packed_layer(packed: Packed, bias: Tensor | None = None) -> Any:
 def compressed_tensors(
     weights: dict[str, Any], rows: dict[str, Any] | None, **changes: Any
 ) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors with one group of layers."""
+    """Return a `quantization_config` of compressed-tensors with one group of layers."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
     return {
         "quant_method": "compressed-tensors",
@@ -257,13 +257,13 @@ def quantise_checkpoint(
     config: dict[str, Any],
     matrix: Callable[[str, Tensor], dict[str, Tensor] | None],
 ) -> None:
-    """Say in config.json how weights are quantised, and put tensors in place of a layer's matrices.
+    """Quantise a checkpoint: name the format in config.json, and replace tensors of matrices.
 
     Args:
         folder: a LLaDA checkpoint.
         config: the `quantization_config`.
-        matrix: of the path and the weight of a linear layer its tensors by the ends of their
-            names, or None where it stays.
+        matrix: returns the tensors of a linear layer by the ends of their names, given its path and
+            its weight, or None if the weight stays.
     """
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
@@ -282,7 +282,7 @@ def quantise_checkpoint(
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Write the only file of a checkpoint anew, its tensors changed in place."""
+    """Rewrite the only file of a checkpoint after changing its tensors in place."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     change(tensors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a layout, on the CPU: against its definition, and what it refuses."""
+"""Attention over a layout on the CPU: results by definition, refusals, and choice of backend."""
 
 import sys
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ HEAD_DIM = 8
 NUM_KEYS = 9
 LAYOUTS = [
     [Span(0, 9, 0, 9)],  # one whole sequence
-    [Span(0, 3, 2, 9)],  # a chunk of one
-    [Span(0, 4, 0, 4), Span(4, 5, 4, 5), Span(5, 9, 5, 9)],  # packed, one row among them
-    [Span(0, 2, 0, 4), Span(2, 4, 4, 9)],  # a chunk across a border
+    [Span(0, 3, 2, 9)],  # a chunk of a sequence
+    [Span(0, 4, 0, 4), Span(4, 5, 4, 5), Span(5, 9, 5, 9)],  # packed sequences, one with one row
+    [Span(0, 2, 0, 4), Span(2, 4, 4, 9)],  # a chunk across the border of two sequences
     [Span(0, 2, 5, 9), Span(2, 4, 0, 5)],  # key ranges in another order
     [Span(0, 2, 6, 7), Span(2, 4, 1, 3)],  # gaps between key ranges
     [Span(0, 2, 0, 4), Span(2, 2, 4, 5), Span(2, 4, 5, 9)],  # a sequence without queries
@@ -51,15 +51,15 @@ PAGED_LAYOUTS = [
     [Span(0, 9, 0, 9)],
     [Span(0, 3, 8, 12)],  # whole pages
     [Span(0, 2, 8, 13), Span(2, 5, 0, 7), Span(5, 6, 16, 17)],  # ragged ends, another order
-    [Span(0, 2, 0, 30), Span(2, 4, 4, 30)],  # pages in common
+    [Span(0, 2, 0, 30), Span(2, 4, 4, 30)],  # shared pages
     [Span(0, 2, 0, 5), Span(2, 2, 8, 11), Span(2, 4, 12, 12)],  # no queries, no keys
 ]
 
-# Sequences on grids of blocks, beside others.
+# Sequences on grids of blocks, together with other sequences.
 GRIDS = [
-    [Span(0, 9, 0, 9, 4)],  # a whole sequence, its last block cut
-    [Span(0, 6, 0, 9, 3, 3)],  # the blocks behind those that are kept
-    [Span(0, 3, 0, 9, 4, 2)],  # a chunk across a border, seen by nobody whole
+    [Span(0, 9, 0, 9, 4)],  # a whole sequence with an incomplete last block
+    [Span(0, 6, 0, 9, 3, 3)],  # the blocks after the cached blocks
+    [Span(0, 3, 0, 9, 4, 2)],  # a chunk across a border, in which no block is whole
     [Span(0, 4, 0, 4, 1), Span(4, 6, 0, 7), Span(6, 9, 0, 8, 5, 4)],
     [Span(0, 2, 0, 9, 100, 3), Span(2, 2, 0, 4, 2), Span(2, 4, 4, 4, 2)],
 ]
@@ -100,7 +100,7 @@ def test_attend_reads_pages_in_any_order(spans: list[Span], num_kv_heads: int) -
         out = torch.full_like(q, torch.nan)
         assert attend(q, *stored, layout, out=out) is out
         assert torch.equal(out, wanted)
-    parts = [rows[:, :1] for rows in stored]  # one group of heads, as a streamed forward reads it
+    parts = [rows[:, :1] for rows in stored]  # one group of heads, as in a streamed forward pass
     group = attend(q[:, : 4 // num_kv_heads], *parts, layout)
     wanted = plain_attention(q, k, v, spans)[:, : 4 // num_kv_heads]
     torch.testing.assert_close(group.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -147,7 +147,7 @@ def test_layout_of_spans() -> None:
 @pytest.mark.parametrize(
     "spans",
     [
-        [Span(1, 4, 0, 4)],  # a row before the first
+        [Span(1, 4, 0, 4)],  # a row before the first span
         [Span(0, 2, 0, 4), Span(3, 4, 0, 4)],  # a gap
         [Span(0, 3, 0, 4), Span(2, 4, 0, 4)],  # an overlap
         [Span(0, 2, 0, 4), Span(2, 1, 0, 4), Span(1, 4, 0, 4)],  # an end before its start
@@ -183,12 +183,12 @@ def test_no_graph_without_a_packed_kernel(dtype: torch.dtype) -> None:
     assert not can_be_captured(dtype, 128, torch.device("cuda"))
 
 
-# --- the choice, on a pretended GPU ------------------------------------------------------------
+# --- the choice of a backend, on a simulated GPU -----------------------------------------------
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A GPU of capability 9.0 in place of the CPU, and upstream's module of attention."""
+    """Simulate a GPU of capability 9.0 on the CPU, and yield upstream's attention module."""
     real = attention_backends.can_be_captured
     cuda = torch.device("cuda")
     monkeypatch.setattr(attention_backends, "capability", lambda _: (9, 0))
@@ -204,7 +204,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     upstream.is_fa_version_supported = lambda version: version == 3  # type: ignore[attr-defined]
     upstream.flash_attn_varlen_func = plain_flash  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", upstream)
-    # looked for anew at every call, as tests change what is there
+    # Disable the cache of the result, because tests change the module.
     monkeypatch.setattr(attention_backends, "_flash3", attention_backends._flash3.__wrapped__)
     return upstream
 
@@ -221,7 +221,7 @@ def plain_flash(
     out: torch.Tensor | None,
     fa_version: int,
 ) -> torch.Tensor:
-    """What upstream's function documents, for the arguments that we give."""
+    """Compute the documented result of upstream's function, for the arguments that we pass."""
     assert fa_version == 3 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     ends = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
     (q_start, kv_start), *rest = ends
@@ -240,22 +240,22 @@ def layout_of(num_sequences: int, num_queries: int, num_keys: int) -> AttentionL
 
 
 def shaped(layout: AttentionLayout, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """32 heads of 128 in no memory."""
+    """Return 32 heads of 128 channels without allocating them."""
     return torch.empty(1, dtype=dtype).expand(int(layout.query_ends[-1]), 32, 128)
 
 
 @pytest.mark.parametrize(
     ("sequences", "queries", "keys", "wanted"),
     [
-        (1, 32, 200_000, Backend.SPLIT),  # the rows that are read
-        (8, 32, 4096, Backend.SPLIT),  # windows to kept keys
+        (1, 32, 200_000, Backend.SPLIT),  # sampled rows of a long sequence
+        (8, 32, 4096, Backend.SPLIT),  # windows with cached keys
         (32, 32, 4096, Backend.TILED),
         (1, 256, 256, Backend.SPLIT),  # one short sequence
         (8, 256, 256, Backend.TILED),
         (1, 1000, 1000, Backend.TILED),
         (1, 1024, 1024, Backend.SDPA),
         (3, 1024, 1024, Backend.SDPA),
-        (1, 1000, 4096, Backend.TILED),  # rows that are read
+        (1, 1000, 4096, Backend.TILED),  # sampled rows
         (1, 1000, 16384, Backend.SDPA),
         (1, 4096, 65536, Backend.SDPA),  # a chunk
         (2, 256, 65536, Backend.TILED),
@@ -286,7 +286,7 @@ def test_choice_by_what_is_there(hopper: ModuleType, monkeypatch: pytest.MonkeyP
     assert choose_backend(few, window) is Backend.FLASH
     hopper.is_fa_version_supported = lambda _: False  # type: ignore[attr-defined]
     assert choose_backend(q, long) is Backend.SDPA
-    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)  # makes its import fail
     assert choose_backend(q, long) is Backend.SDPA
 
 
@@ -307,7 +307,7 @@ def test_choice_for_keys_in_pages(
     keys: int,
     wanted: Backend,
 ) -> None:
-    """Our kernels read them where they lie; else they are copied together."""
+    """Our kernels read keys in their pages; for other kernels, keys are copied together."""
     layout = layout_of(sequences, queries, keys)
     q = shaped(layout)
     paged = layout._replace(pages=PageTable(torch.zeros(1024, dtype=torch.int32), 64))
@@ -352,8 +352,8 @@ def test_flash3_gets_the_keys_of_its_sequence(hopper: ModuleType) -> None:
 
 def test_number_of_splits() -> None:
     config = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
-    assert choose_splits(32, 200_000, config, 132) == 8  # 2 programs to each multiprocessor
-    assert choose_splits(32, 1024, config, 132) == 4  # of at least 256 keys
+    assert choose_splits(32, 200_000, config, 132) == 8  # 2 programs per multiprocessor
+    assert choose_splits(32, 1024, config, 132) == 4  # at least 256 keys per part
     assert choose_splits(1024, 200_000, config, 132) == 1
     assert choose_splits(1, 10**6, config, 132) == MAX_SPLITS
     assert choose_splits(0, 0, config, 132) == 1
@@ -362,7 +362,7 @@ def test_number_of_splits() -> None:
 @pytest.mark.parametrize("rows", [1, 16, 63, 100, 1000, 5000])
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (4, 7), (32, 1)])
 def test_parts_take_no_more_than_is_planned(rows: int, num_kv_heads: int, group: int) -> None:
-    programs = -(-rows * group // CONFIG.rows) * num_kv_heads  # at least
+    programs = -(-rows * group // CONFIG.rows) * num_kv_heads  # lower bound
     splits = choose_splits(programs, 10**6, CONFIG, device_size=132)
     assert splits == 1 or splits * rows * num_kv_heads * group <= SPLIT_ROWS * 132
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward passes of block-causal families against the plain references."""
+"""Forward passes of block-causal families give the logits of the plain references."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,10 @@ def test_the_forward_has_the_blocks_of_the_configuration(
 def test_packed_sequences_equal_the_reference(
     name: str, blocks: int, case_path: PathOf, case_model: ModelOf
 ) -> None:
-    """As a whole, and in chunks; of whole windows, where rows choose experts by windows."""
+    """Sequences run whole and in chunks.
+
+    Chunks are whole windows if experts are chosen by windows.
+    """
     unit = case_model(name).architecture.scoring.window
     lengths, block_length, chunk = (1, 17, 4, 30), blocks, 5
     if unit:

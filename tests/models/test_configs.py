@@ -143,7 +143,7 @@ def test_upstream_reads_the_shapes_it_wants(
     assert (shape.total_num_attention_heads, shape.total_num_kv_heads) == heads
     assert (shape.vocab_size, shape.num_experts) == (vocab_size, num_experts)
     assert shape.derived_max_model_len_and_key[0] == length
-    assert not hasattr(config, "canvas_length")  # upstream's own kind of diffusion
+    assert not hasattr(config, "canvas_length")  # belongs to upstream's own diffusion models
 
 
 def test_dream_class_defaults() -> None:
@@ -212,7 +212,7 @@ def test_a_plain_rope_description_gives_the_base(family: str, key: str) -> None:
     for actual in (
         described,
         {**described, "type": "default", "factor": None},
-        {"rope_theta": 12345.0},  # without a type it is plain, as in transformers
+        {"rope_theta": 12345.0},  # plain without a type, as in transformers
         {"full_attention": described},
         {"full_attention": described, "sliding_attention": {"rope_type": "linear"}},
         {"full_attention": {"rope_type": "default"}, "rope_theta": 12345.0},
@@ -277,7 +277,7 @@ def test_the_share_of_rotated_channels_may_stand_in_a_description(family: str) -
         make_config(family, *left_out, rope_parameters=described, **{key: 0.5})
     assert (refused.value.key, refused.value.given) == (key, 0.5)
     with_dim = make_config(family, *left_out, rope_parameters=described, rotary_dim=64)
-    assert with_dim.architecture == config.architecture  # as in the public forwards
+    assert with_dim.architecture == config.architecture  # published forward passes agree
 
 
 def test_descriptions_of_yarn_for_each_type_of_layer() -> None:
@@ -292,7 +292,7 @@ def test_descriptions_of_yarn_for_each_type_of_layer() -> None:
         make_config("nemotron", rope_parameters={**described, "mrope_section": [1]})
 
 
-# Keys that change the forward of some other model, with a value that does.
+# Keys that change the forward pass of another model, with a value that does.
 FOREIGN: list[tuple[str, Any]] = [
     *((key, True) for key in ("alibi", "use_sliding_window", "norm_after", "rope_interleave")),
     *((key, True) for key in ("scale_embedding", "apply_layernorm_1p", "is_encoder_decoder")),
@@ -357,7 +357,7 @@ def test_keys_that_nobody_knows_are_named(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(RELEASED))
 def test_special_tokens_have_no_defaults_that_count(family: str) -> None:
-    """A default of the public class is the id of one vocabulary, which may not be this one."""
+    """The default id of the public class belongs to one vocabulary, and not to every checkpoint."""
     ids = ("mask_token_id", "eos_token_id")
     config = make_config(family, *ids)
     assert not {*ids} & vars(config).keys()
@@ -386,7 +386,7 @@ def test_copies_and_round_trips(family: str) -> None:
         ("llada", "rope_scaling", {"rope_type": "linear", "factor": 2.0}, {}),
         ("llada", "clip_qkv", 8.0, {}),
         ("llada", "bias_for_layer_norm", True, {}),
-        ("llada", "bias_for_layer_norm", None, {"include_bias": True}),  # null follows include_bias
+        ("llada", "bias_for_layer_norm", None, {"include_bias": True}),  # null means include_bias
         ("llada", "n_kv_heads", 8, {"multi_query_attention": True}),
         ("llada", "n_kv_heads", 8, {"multi_query_attention": False}),
         ("llada", "n_kv_heads", 5, {}),
@@ -586,7 +586,7 @@ def test_the_base_of_yarn_stands_in_its_description() -> None:
     config = make_config("nemotron", rope_theta=5.0)
     assert config.rope_theta == 1e9
     assert config.architecture.yarn == (16.0, 16384, 32.0, 1.0)
-    assert config.architecture.growth_within(8192) is None  # twice as long with masks behind
+    assert config.architecture.growth_within(8192) is None  # masks at most double the length
     assert config.architecture.growth_within(8193) == (0.1, 16384)
     assert pickle.loads(pickle.dumps(config)).architecture == config.architecture
 
@@ -663,7 +663,7 @@ def test_architectures_of_the_families() -> None:
     assert (DREAM.logit_shift, LLADA_MOE.logit_shift) == (1, 0)
 
 
-# ---- what upstream learns about our model classes ----
+# ---- properties of our model classes that upstream reads ----
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffuLLaMA: which llama checkpoints it is, and its forward pass against the plain reference."""
+"""DiffuLLaMA: recognised llama checkpoints, and a forward pass equal to the plain reference."""
 
 import json
 import pickle
@@ -95,7 +95,7 @@ def test_options_that_change_the_forward_are_refused(key: str, value: Any, tmp_p
     "described", [{"rope_theta": 5.0}, {"full_attention": {"rope_theta": 5.0}}]
 )
 def test_the_base_of_transformers_5(described: dict[str, Any], tmp_path: Path) -> None:
-    """transformers rewrites these keys before the configuration is ours."""
+    """transformers rewrites these keys before our configuration receives them."""
     path = make_checkpoint(tmp_path, family="diffullama", seed=12, rope_parameters=described)
     with pytest.raises(Exception, match=r"rope_theta: given 10000\.0; the 5\.0 of rope_parameters"):
         engine_config(path)

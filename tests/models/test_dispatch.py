@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves which rows and shapes."""
+"""Which kernel is chosen for given rows and shapes."""
 
 import itertools
 from contextlib import nullcontext
@@ -39,8 +39,8 @@ def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
     assert chosen == [*range(1, 129), *range(144, 193)]
     chosen = [rows for rows in range(300) if tiling(rows, 6144, 4096) is not None]
     assert chosen == [*range(1, 129)]
-    assert tiling(32, 4096, 4096 + 64) is None  # not in two halves of whole steps
-    assert tiling(32, 24576, 4096) is None  # cuBLAS is as fast, but for what follows it
+    assert tiling(32, 4096, 4096 + 64) is None  # the depth has no two halves of whole steps
+    assert tiling(32, 24576, 4096) is None  # cuBLAS is as fast, unless an operation is fused
     assert tiling(32, 24576, 4096, gated=True) == Tiling(192)
     assert tiling(32, 12288, 4096, gated=True) == Tiling(96)
 
@@ -114,7 +114,7 @@ def test_experts_by_their_rows() -> None:
         *((12288, 4096, Tiling(192, split=2)), (24576, 4096, Tiling(192))),
         *((4096, 4096, Tiling(64, split=2)), (4096, 12288, Tiling(64, split=2))),
         *((37888, 3584, Tiling(64)), (3584, 18944, Tiling(64, split=2))),
-        *((4096, 4096 + 128, None), (4096 + 32, 4096, None)),  # what no tile divides
+        *((4096, 4096 + 128, None), (4096 + 32, 4096, None)),  # no tile divides these sizes
     ],
 )
 def test_4_bit_weights_have_one_tiling_for_all_few_rows(
@@ -143,7 +143,7 @@ def test_more_rows_times_4_bit_weights_have_the_fastest_tiling(
 ) -> None:
     assert packed(256, columns, depth) == few_hundred
     assert packed(1024, columns, depth) == thousand
-    assert packed(4096, columns, depth) is None  # to unpack is little beside the product
+    assert packed(4096, columns, depth) is None  # unpacking takes little of the product's time
     assert packed(256, columns + 64, depth) is None
 
 

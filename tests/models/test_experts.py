@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing and the mixture of experts by themselves."""
+"""Routing and the mixture of experts, without the rest of a model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,13 @@ from vllm.diffusion.core.quantisation import ONLINE, PackedScheme
 from vllm_add_llada.cuda_kernels.fused_ops import unpack
 
 NUM_EXPERTS, WIDTH, INNER = 6, 8, 16
-SCRATCH = FreshBuffers(torch.device("cpu"))  # which counts nothing
+SCRATCH = FreshBuffers(torch.device("cpu"))  # does not count bytes
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No group of ranks is set up here."""
+    """Simulate a single rank, because no group of ranks exists here."""
     monkeypatch.setattr(
         "vllm.diffusion.ops.experts.get_tensor_model_parallel_world_size", lambda: 1
     )
@@ -37,7 +37,7 @@ def matrices(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_mixture(
     x: torch.Tensor, routing: ops.Routing, w1: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
-    """The definition, one row and expert at a time, in float64."""
+    """Compute the definition, one row and expert at a time, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64)
     for row, experts in enumerate(experts_of(routing, *routing.weights.shape).tolist()):
         for slot, expert in enumerate(experts):
@@ -77,7 +77,7 @@ def test_all_rows_with_one_expert(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_terms_are_added_in_ascending_order_in_the_model_dtype(device: str) -> None:
-    """256 + 1 is 256 in bf16, so the sum tells in which order the terms came, and how rounded."""
+    """256 + 1 is 256 in bf16, so that the sum depends on the order of terms and their rounding."""
     normed = torch.zeros(1, WIDTH, dtype=torch.bfloat16, device=device)
     normed[0, 0] = 1.0
     w1 = torch.zeros(3, 2 * INNER, WIDTH, dtype=torch.bfloat16, device=device)
@@ -90,11 +90,11 @@ def test_terms_are_added_in_ascending_order_in_the_model_dtype(device: str) -> N
     routing = routing._replace(weights=routing.weights.to(torch.bfloat16))
     x = torch.zeros_like(normed)
     ops.add_experts(x, normed, routing, ops.DenseExperts(w1), ops.DenseExperts(w2), SCRATCH)
-    assert x[0, 0] == 256.0  # 258 in any other way
+    assert x[0, 0] == 256.0  # another order or rounding gives 258
 
 
 def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank holds half of every expert's width; what the ranks would reduce is summed here."""
+    """Each rank has half of every expert's width. This test sums what the ranks would reduce."""
     generator = torch.Generator().manual_seed(3)
     normed = torch.randn(7, WIDTH, generator=generator)
     routing = route(torch.randn(7, NUM_EXPERTS, generator=generator), 2)
@@ -105,7 +105,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
 
     def add_sum(x: torch.Tensor, write: Any, _: Any) -> None:
         parts.append(torch.empty_like(x))
-        for rows in (slice(0, 3), slice(3, None)):  # as ranks with little memory for it do
+        for rows in (slice(0, 3), slice(3, None)):  # ranks with little memory use parts
             write(rows, parts[-1][rows])
 
     experts = "vllm.diffusion.ops.experts"
@@ -125,7 +125,7 @@ def test_ranks_with_a_part_of_the_width_sum_to_the_whole(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ["int4", "nf4"])
 @pytest.mark.parametrize("num_rows", [1, 40, 700])
 def test_a_gpu_unpacks_experts_one_stack_after_the_other(num_rows: int, kind: str) -> None:
-    """Both stacks in the same memory, again and again, as layers do: each product reads its own."""
+    """Both stacks are unpacked into the same memory in turn; each product must read its own."""
     generator = torch.Generator().manual_seed(5)
 
     def drawn(*shape: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 weights: quantised as they are loaded, and as checkpoints hold them."""
+"""fp8 weights, quantised while they are loaded, or stored in checkpoints."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ from vllm.diffusion.models.weights import checkpoint_name
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain checkpoint in one file."""
+    """Write a plain checkpoint in one file."""
     path = tmp_path_factory.mktemp("plain") / "llada"
     return make_checkpoint(path, seed=11, num_shards=1, n_kv_heads=2, include_bias=True)
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_mlp_of_both_kinds_of_weights_hands_on_plain_rows() -> None:
-    """silu(gate) * up becomes fp8 in one pass only where the first product can write it."""
+    """silu(gate) * up is only written as fp8 if the first product supports it."""
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.norm import RMSNorm
 
@@ -77,7 +77,7 @@ class DeviceRecorder(Recorder):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 32, 64, 100, 256, 1000])
 def test_a_gpu_computes_every_use(num_rows: int, has_bias: bool) -> None:
-    """By our kernels and by cuBLAS's, also of some columns and some features."""
+    """Our kernels and cuBLAS's compute all uses, also of some columns and some features."""
     generator = torch.Generator().manual_seed(7)
 
     def numbers(*shape: int) -> Tensor:
@@ -146,7 +146,8 @@ def test_weights_become_fp8_as_they_are_loaded(
     ids = some_ids(40)
     given, wanted = logits(quantised, ids), logits(plain, ids)
     assert not torch.equal(given, wanted)
-    assert ((given - wanted).norm() / wanted.norm()).item() < 0.35  # of random, sharp weights
+    # The weights are random and scaled up, which makes the error large.
+    assert ((given - wanted).norm() / wanted.norm()).item() < 0.35
     parts = [some_ids(9, seed=1), ids]
     for rows, keep_queries in ((7, True), (None, False)):
         actual = staged_logits(quantised, parts, rows=rows, keep_queries=keep_queries)
@@ -217,7 +218,8 @@ def test_experts_become_fp8_as_they_are_loaded(
         for given, wanted in ((layer.mlp.w1, like.mlp.w1), (layer.mlp.w2, like.mlp.w2)):
             values, scales = given.matrices
             assert values.dtype == FP8 and wanted.matrices.scales is None
-            weight = wanted.weight[like.mlp.num_joined :]  # quantised, that of all rows is apart
+            # Quantised layers store the shared expert separately.
+            weight = wanted.weight[like.mlp.num_joined :]
             largest = weight.abs().amax(dim=2)
             torch.testing.assert_close(scales, largest / LARGEST)
             room = weight.abs() / 16 + largest[:, :, None] / LARGEST / 1000
@@ -226,13 +228,13 @@ def test_experts_become_fp8_as_they_are_loaded(
     given, wanted = logits(quantised, ids), logits(plain, ids)
     assert not torch.equal(given, wanted) and given.isfinite().all()
     sizes = [sum(p.nbytes for p in model.layers.parameters()) for model in (quantised, plain)]
-    assert sizes[0] < 0.3 * sizes[1]  # of fp32
+    assert sizes[0] < 0.3 * sizes[1]  # compared with fp32
 
 
 def test_experts_of_a_checkpoint_are_read_as_they_are(
     tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
-    """ModelOpt's: one scale a matrix, and one of rows, which experts do not need."""
+    """ModelOpt stores one scale per matrix, and one for the inputs, which experts do not use."""
     path = make_checkpoint(tmp_path / "llada2", family="llada2", seed=9, num_shards=1)
     config = json.loads((path / "config.json").read_text())
     ignored = ["lm_head", "*mlp.gate", "*.attention.*", "*.shared_experts.*", "*.layers.0.mlp*"]
@@ -279,7 +281,7 @@ def test_a_matrix_that_is_missing_is_named(folder: Path, load_model: Callable[..
 
 
 def write_fp8(source: Path, target: Path, strategy: str, rows: dict[str, Any]) -> dict[str, Tensor]:
-    """A checkpoint as compressed-tensors writes it; returns the matrices that it stands for."""
+    """Write a checkpoint of compressed-tensors and return the values of its matrices."""
     shutil.copytree(source, target)
     meaning = {}
     config = compressed_tensors(
@@ -388,7 +390,7 @@ def test_schemes_of_configurations() -> None:
     assert scheme_of("modelopt", modelopt) == Fp8Scheme(has_input_scale=True, ignored=("lm_head",))
     autofp8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
     assert scheme_of("fp8", autofp8) == Fp8Scheme(has_input_scale=True, ignored=("lm_head",))
-    assert scheme_of("tests_int8", {"quant_method": "tests_int8"}) is None  # upstream's affair
+    assert scheme_of("tests_int8", {"quant_method": "tests_int8"}) is None  # left to upstream
 
 
 @pytest.mark.parametrize(

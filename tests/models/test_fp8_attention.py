@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 attention against float64: copies of heads, scales by a survey, and each backend."""
+"""fp8 attention approximates float64: copies of heads, surveyed scales, and each backend."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def generator() -> Iterator[torch.Generator]:
 
 
 def layer_of(num_kv_heads: int, head_dim: int) -> Fp8Attention:
-    """Of a layer whose products are not asked for."""
+    """Return fp8 attention of a layer without products."""
     layer = mock.Mock(SelfAttention, key_width=num_kv_heads * head_dim, head_dim=head_dim)
     return Fp8Attention(layer)
 
@@ -44,7 +44,7 @@ def known_of(q: Tensor, k: Tensor, v: Tensor) -> HeadScales:
 
 
 def copied(q: Tensor, k: Tensor, v: Tensor, known: HeadScales) -> tuple[Tensor, Tensor, Tensor]:
-    """fp8 copies of heads that need no rotation: by no angle."""
+    """Return fp8 copies of heads with a rotation by the angle zero."""
     out = [torch.empty(x.shape, dtype=FP8, device=x.device) for x in (q, k, v)]
     ones = torch.ones(max(len(q), len(k)), k.shape[2], device=k.device)
     ops.apply_rotary(q, None, ones[: len(q)], 0 * ones[: len(q)], None, _heads(out[0], known=known))
@@ -58,7 +58,7 @@ def _heads(q: Tensor, known: HeadScales) -> ops.Fp8Heads:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, spans: list[Span]) -> Tensor:
-    """Attention in float64."""
+    """Return attention in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     per_group = q.shape[1] // k.shape[1]
     for q_start, q_end, kv_start, kv_end, *_ in spans:
@@ -93,7 +93,7 @@ SPANS = {
 def test_attention_is_as_near_as_the_format(
     generator: torch.Generator, device: str, kind: tuple[int, int, int], spans: list[Span]
 ) -> None:
-    """Keys have a mean far beyond their spread; without it 8 bits would keep little of them."""
+    """The mean of keys far exceeds their spread; if it were kept, 8 bits would lose the spread."""
     num_heads, num_kv_heads, head_dim = kind
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     sizes = (spans[-1].q_end, num_heads), *[(1000, num_kv_heads)] * 2
@@ -141,7 +141,7 @@ def test_copies_are_what_the_rotation_leaves(
     head_dim: int,
     rotary_dim: int,
 ) -> None:
-    """Rows are views of wider ones; keys lose the mean; large numbers become the largest."""
+    """Rows are views of wider rows, keys lose their mean, and large numbers are clipped."""
     num_rows, num_heads, num_kv_heads = 13, 6, 2
     wide = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
     q, k, v = wide.to(device, torch.bfloat16).split((num_heads, num_kv_heads, num_kv_heads), dim=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards of the full-attention families against the plain references, whole and in chunks."""
+"""Full-attention families give the logits of the plain references, whole and in chunks."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,8 @@ def test_logits_equal_the_reference(name: str, case_path: PathOf, case_model: Mo
 
 
 @pytest.mark.parametrize("keep_queries", [True, False])
-@pytest.mark.parametrize("rows", [1, 5, 16, 64])  # one row, ragged, a sequence's end, more than all
+# One row, ragged chunks, chunks that end with a sequence, and more rows than there are.
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
 @pytest.mark.parametrize("name", ["mha", "qk_norm", "dream", "moe", "moe_partial_clipped"])
 def test_chunks_do_not_change_logits(
     name: str, rows: int, keep_queries: bool, case_model: ModelOf
@@ -128,7 +129,7 @@ def test_bf16_rounds_where_the_reference_rounds(
 
 
 def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[..., Any]) -> None:
-    """One layer's feed-forward on the same rows: the same experts, roundings and order of sums."""
+    """One feed-forward layer has the reference's experts, roundings and order of sums."""
     path = make_checkpoint(
         tmp_path, family="moe", seed=31, dtype=torch.bfloat16, moe_router_enable_expert_bias=True
     )
@@ -139,7 +140,7 @@ def test_bf16_experts_equal_the_reference(tmp_path: Path, load_model: Callable[.
         model.layers[1].mlp_stage.feed_forward(given, FreshBuffers(given.device))
     wanted = reference.feed_forward(1, x[None])[0]
     differing = (given != wanted).float().mean()
-    # a product may sum its fp32 terms in another order, and round to the neighbour
+    # A product may sum its fp32 terms in another order, and round to a neighbouring number.
     assert differing < 0.01
     torch.testing.assert_close(given, wanted, rtol=0.02, atol=0.02)
 

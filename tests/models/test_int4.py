@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit weights: what is lost by quantising, and what their projections compute."""
+"""4-bit weights: the error of quantisation, and the results of projections."""
 
 import struct
 from collections.abc import Callable
@@ -53,9 +53,9 @@ def test_numbers_mean_what_was_packed(group: int) -> None:
 
 
 def test_a_thread_of_a_tensor_core_finds_its_numbers_in_16_bytes() -> None:
-    """As the left operand of 16 deep products has them, in pairs of the same row."""
+    """A thread has pairs of numbers of the same row: the left operand of 16-deep products."""
     numbers = torch.randint(0, 16, (1, 256), generator=torch.Generator().manual_seed(1))
-    words = pack(numbers).view(torch.int32).view(2, 4, 4)  # of strips, threads
+    words = pack(numbers).view(torch.int32).view(2, 4, 4)  # strips, threads, words
     for strip, thread, word in pairs_of(range(2), range(4), range(4)):
         actual = [int(words[strip, thread, word]) >> 4 * i & 15 for i in range(8)]
         for i in range(4):
@@ -64,7 +64,7 @@ def test_a_thread_of_a_tensor_core_finds_its_numbers_in_16_bytes() -> None:
 
 
 def looked_up(words: tuple[int, ...], number: int) -> float:
-    """What the kernel's permutations of registers give, bit by bit."""
+    """Return the result of the kernel's permutations of registers, computed bit by bit."""
     halves = []
     for low, high in ((words[0:2], words[2:4]), (words[4:6], words[6:8])):
         part = 0
@@ -88,7 +88,7 @@ def test_every_number_of_nf4_is_looked_up() -> None:
 
 @pytest.mark.parametrize("kind", ["int4", "nf4"])
 def test_each_number_is_the_nearest_there_is(kind: str) -> None:
-    """Extreme scales, groups of one sign, zeros."""
+    """The cases are extreme scales, groups of one sign, and zeros."""
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(2))
     weight[:10] *= torch.logspace(-12, 12, 10)[:, None]
     weight[10:20] = weight[10:20].abs()
@@ -99,7 +99,7 @@ def test_each_number_is_the_nearest_there_is(kind: str) -> None:
     actual = meant(packed)
     groups, near = weight.unflatten(1, (-1, 64)), actual.unflatten(1, (-1, 64))
     largest = groups.abs().amax(dim=2, keepdim=True)
-    # A tenth may be cut off on the side that has 8 of the 16 numbers, and an eighth more elsewhere.
+    # A tenth may be clipped on the side with 8 of the 16 numbers, and another eighth elsewhere.
     room = (0.22 if kind == "int4" else 0.16) * largest
     assert ((near - groups).abs() <= 1.01 * room).all()
     assert (actual[30:32] == 0).all()
@@ -109,7 +109,7 @@ def test_each_number_is_the_nearest_there_is(kind: str) -> None:
     step = ((groups.amax(dim=2, keepdim=True).clamp(min=0) - least) / 15).clamp(min=1e-30)
     zero = (-least / step).round()
     spanned = (((groups / step).round() + zero).clamp(0, 15) - zero) * step
-    for whole in (symmetric, spanned):  # without ends cut off
+    for whole in (symmetric, spanned):  # quantised without clipping
         most = 1.001 * (whole - groups).square().sum(dim=2)
         assert (error[:30] <= most[:30]).all() or kind == "nf4"
 
@@ -136,7 +136,7 @@ def test_weights_become_4_bits_as_they_are_loaded(
     plain, quantised = load_model(path), load_model(path, quantization=kind)
     count, num_bytes, plain_bytes = quantised_sizes(quantised, torch.bfloat16)
     assert count == 4 * len(plain.layers)
-    assert num_bytes < 0.45 * plain_bytes  # groups of 32 and 64; of 128 below 0.3
+    assert num_bytes < 0.45 * plain_bytes  # groups of 32 and 64; below 0.3 with groups of 128
     module, like = quantised.layers[1].mlp.down_proj, plain.layers[1].mlp.down_proj
     assert ((of_module(module) - like.weight).norm() <= 0.12 * like.weight.norm()).item()
     ids = some_ids(40)
@@ -165,7 +165,7 @@ def test_benchmarks_draw_weights_to_be_quantised(
 
 
 def test_sizes_of_large_matrices() -> None:
-    """LLaDA-8B's: a group of 128 takes 69 bytes of 256."""
+    """A group of 128 weights of LLaDA-8B takes 69 bytes instead of 256."""
     packed = empty_packed(8, 4096, 128, "int4")
     assert packed.zeros is not None
     num_bytes = sum(part.nbytes for part in (packed.values, packed.scales, packed.zeros))
@@ -209,7 +209,7 @@ def test_experts_become_4_bits_as_they_are_loaded(
     assert_same_logits(logits(quantised, ids), logits(plain, ids))
     count, num_bytes, plain_bytes = quantised_sizes(quantised, torch.bfloat16)
     assert count >= 2 * num_mixtures + 2 * len(plain.layers)
-    assert num_bytes < 0.6 * plain_bytes  # groups of 16 and 32; of 128 below 0.3
+    assert num_bytes < 0.6 * plain_bytes  # groups of 16 and 32; below 0.3 with groups of 128
 
 
 # ---- the kernel ----
@@ -248,7 +248,7 @@ def test_a_gpu_widens_fp8_in_groups() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 32, 300, 2500])
 def test_a_gpu_computes_every_use(num_rows: int) -> None:
-    """Of a matrix that is unpacked in several slices."""
+    """The matrix is unpacked in several slices."""
     generator = torch.Generator().manual_seed(8)
     packed = empty_packed(12288, 4096, 128, "int4", "cuda")
     quantise_packed(torch.randn(12288, 4096, generator=generator) / 64, packed)

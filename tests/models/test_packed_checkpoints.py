@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit checkpoints and fp8 ones with scales of blocks, by writers of their own."""
+"""4-bit checkpoints, and fp8 checkpoints with scales of blocks, written by this module."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ GROUP = 16
 
 
 def words_of(numbers: Tensor) -> Tensor:
-    """Eight 4-bit numbers of the last dimension in each int32, the first lowest."""
+    """Pack eight 4-bit numbers of the last dimension into each int32, the first one lowest."""
     words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // 8, dtype=torch.int64)
     for place in range(8):
         words |= numbers[..., place::8].long() << (4 * place)
@@ -40,7 +40,7 @@ def words_of(numbers: Tensor) -> Tensor:
 
 
 def random_numbers(num_rows: int, depth: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers [D, N], and zeros and scales [D / GROUP, N] of their groups."""
+    """Return numbers [D, N], and zeros and scales [D / GROUP, N] of their groups."""
     generator = torch.Generator().manual_seed(seed)
     size = depth // GROUP, num_rows
     numbers = torch.randint(0, 16, (depth, num_rows), generator=generator)
@@ -49,9 +49,9 @@ def random_numbers(num_rows: int, depth: int, seed: int) -> tuple[Tensor, Tensor
 
 
 def gptq(weight: Tensor, path: str, order: str, offset: int) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of a matrix, of its own random numbers, and what they mean."""
+    """Return the tensors of a matrix with new random numbers, and the values of these numbers."""
     num_rows, depth = weight.shape
-    # of matrices that multiply the same rows the same
+    # Matrices with the same inputs have the same order.
     of_inputs = "attention" if path.endswith(("q_proj", "k_proj", "v_proj")) else path
     of_inputs = "mlp" if path.endswith(("ff_proj", "up_proj")) else of_inputs
     of_order = torch.Generator().manual_seed(sum(map(ord, of_inputs)))
@@ -62,7 +62,7 @@ def gptq(weight: Tensor, path: str, order: str, offset: int) -> tuple[dict[str, 
     meaning = (numbers - zeros[places]).float() * scales.float()[places]
     tensors = {
         "qweight": words_of(numbers.t()).t().contiguous(),
-        "qzeros": words_of(zeros) - offset * 0x11111111,  # zeros of 0 borrow from the next
+        "qzeros": words_of(zeros) - offset * 0x11111111,  # zeros of 0 borrow from the next number
         "scales": scales,
         "g_idx": places.int(),
     }
@@ -82,7 +82,7 @@ def compressed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Words of eight columns: the even ones, and then the odd ones."""
+    """Return tensors and values; a word has eight columns, the even ones before the odd ones."""
     num_rows, depth = weight.shape
     numbers, zeros, scales = random_numbers(num_rows, depth, num_rows + depth)
     in_words = torch.arange(num_rows).view(-1, 4, 2).transpose(1, 2).flatten()
@@ -96,7 +96,7 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def fp8_blocks(weight: Tensor, scale_name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """A scale for every 8 rows and 16 columns."""
+    """Return tensors and values with a scale for every 8 rows and 16 columns."""
     blocks = weight.unflatten(0, (-1, 8)).unflatten(2, (-1, GROUP))
     scales = blocks.abs().amax(dim=(1, 3)) / 448
     values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
@@ -111,7 +111,10 @@ NF4 = (
 
 
 def nf4(weight: Tensor, *, is_nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Blocks of 64 neighbours; nested ones have bytes for scales, 256 with a scale of their own."""
+    """Return tensors and values in blocks of 64 neighbouring numbers.
+
+    If nested, scales are bytes, and 256 of them have their own scale.
+    """
     blocks, table = weight.flatten().view(-1, 64), torch.tensor(NF4)
     scales = blocks.abs().amax(dim=1)
     numbers = ((blocks / scales[:, None])[:, :, None] - table).abs().argmin(dim=2).flatten()
@@ -182,7 +185,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, format_: str) -> LLaDAReference:
-    """A quantised checkpoint in `folder`, and the reference over what its weights mean."""
+    """Write a quantised checkpoint, and return the reference with the values of its weights."""
     sizes = {"d_model": 64, "mlp_hidden_size": 128} if format_.startswith("nf4") else {}
     make_checkpoint(folder, seed=11, num_shards=1, n_kv_heads=2, **sizes)
     reference = LLaDAReference.from_checkpoint(folder)
@@ -243,7 +246,7 @@ def test_nf4_without_all_of_its_tensors_is_refused(
 
 
 def keep(*_: Any) -> None:
-    """Of a matrix: as it is."""
+    """Leave a matrix unchanged."""
 
 
 def test_order_without_desc_act_is_refused(tmp_path: Path, load_model: Callable[..., Any]) -> None:
@@ -282,7 +285,7 @@ def test_other_forms_of_bitsandbytes_are_refused(changes: dict[str, Any]) -> Non
 def test_weights_with_scales_of_blocks_are_replaced_in_place(
     tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
-    """By the checkpoint's own tensors, and by plain ones, as a trainer has them."""
+    """Weights may come as the checkpoint's own tensors, or as plain tensors of a trainer."""
     reference = write(tmp_path / "fp8", "fp8_blocks")
     model, ids = load_model(tmp_path / "fp8"), some_ids(30)
     model.is_loaded = True
@@ -309,7 +312,7 @@ def test_forms_that_cannot_be_updated_are_known(
 def test_the_scale_of_rows_is_the_largest_of_the_newest_weights(
     tmp_path: Path, load_model: Callable[..., Any]
 ) -> None:
-    """Of those that share rows; an update forgets what came before, and wants fp8."""
+    """Matrices that share inputs use the largest scale, which an update resets; it requires fp8."""
     config = {"quant_method": "fp8", "activation_scheme": "static"}
 
     def matrix(path: str, weight: Tensor) -> dict[str, Tensor]:

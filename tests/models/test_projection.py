@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections by themselves: what they compute, and that they take what they say."""
+"""Projections compute their definition, and use exactly the memory that they report."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class HalfMethod(LinearMethodBase):  # type: ignore[misc]
-    """A weight that is stored halved."""
+    """A method that stores a weight divided by two."""
 
     def create_weights(self, *_: Any, **__: Any) -> None: ...
 
@@ -57,13 +57,13 @@ def layer_of(method: Any, bias: Tensor | None) -> Any:
 
 
 METHODS = {"plain": UnquantizedLinearMethod(), "quantised": HalfMethod()}
-FIXED = torch.tensor([0.004])  # scale of inputs
+FIXED = torch.tensor([0.004])  # scale of the inputs
 
 
 def projection_of(
     kind: str, bias: Tensor | None
 ) -> tuple[ops.Projection, Tensor, Callable[[Tensor], Tensor]]:
-    """A projection, its weight in float64, and what it makes of its inputs."""
+    """Return a projection, its weight in float64, and a function that rounds its inputs."""
     weight = numbers(COLUMNS, DEPTH, seed=1)
     if kind in METHODS:
         projection = ops.projection_of(layer_of(METHODS[kind], bias))
@@ -86,7 +86,7 @@ def use_it(
     product: Tensor,
     scratch: Recorder,
 ) -> tuple[Tensor, Tensor]:
-    """What a use gives, and what it should in float64."""
+    """Return the result of a use, and the expected result in float64."""
     if use is ops.ProjectionKind.PROJECT:
         given, wanted = torch.empty(ROWS, 3), product[:, 2:5]
         projection.project(rows, given, scratch, slice(2, 5))
@@ -142,7 +142,7 @@ def test_the_norm_before_may_write_fp8(use: ops.ProjectionKind, kind: str, has_b
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "fp8", "int4"])  # of which groups are wider
+@pytest.mark.parametrize("kind", ["plain", "fp8", "int4"])  # an int4 group exceeds a part
 def test_features_are_added_part_by_part(kind: str, has_bias: bool) -> None:
     bias = numbers(COLUMNS, seed=2) if has_bias else None
     projection, weight, seen = projection_of(kind, bias)
@@ -160,14 +160,14 @@ def test_kinds_that_a_model_may_have() -> None:
     assert ops.PlainProjection.can_slice and not ops.QuantisedProjection.can_slice
 
 
-# ---- what a GPU does without ----
+# ---- memory that a GPU does not need ----
 
 BF16 = ops.WeightSpec(24576, 4096, torch.bfloat16, False, torch.device("cuda", 0))
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels and the multiprocessors of an H200."""
+    """Simulate the kernels and the multiprocessors of an H200."""
     card = dispatch.DeviceInfo(dispatch.KernelTier.HOPPER, 132)
     monkeypatch.setattr(dispatch, "card_of", lambda _: card)
 
@@ -177,18 +177,18 @@ def test_long_chunks_need_no_gate_and_up_where_one_kernel_always_serves() -> Non
     gated = ops.PlainProjection.workspace(ops.ProjectionKind.GATED, BF16)
     assert gated == ops.Workspace((stages.gate_up(torch.bfloat16, 24576),), most_rows=1544)
     for other in (
-        BF16._replace(device=torch.device("cuda")),  # nothing may be asked of the card
+        BF16._replace(device=torch.device("cuda")),  # the GPU itself must not be queried
         BF16._replace(device=CPU),
         BF16._replace(dtype=torch.float16),
         BF16._replace(has_bias=True),
-        BF16._replace(columns=256, depth=64),  # never fills the card
+        BF16._replace(columns=256, depth=64),  # too small to occupy the GPU
     ):
         assert ops.PlainProjection.workspace(ops.ProjectionKind.GATED, other).most_rows is None
 
 
 @pytest.mark.usefixtures("hopper")
 def test_long_chunks_of_quantised_weights_store_no_gate_and_up() -> None:
-    """One kernel serves them; that of fp8 stores rows, which the one that quantises them reads."""
+    """One kernel computes both. For fp8 it stores rows, which another kernel quantises."""
     packed = ops.PackedProjection.workspace(ops.ProjectionKind.GATED, BF16)
     assert packed.most_rows == 1544 and packed.beyond == ()
     assert [buffer.name for buffer in packed.buffers] == ["gate and up"]
@@ -243,7 +243,7 @@ def test_projections_are_told_what_follows_them(
     order_products(model.layers)
     attention = [layer.attention for layer in model.layers]
     wanted = [(stage.qkv_proj, stage.out_proj) for stage in attention]
-    if is_dense:  # which experts are read is not known before
+    if is_dense:  # the experts that are read are only known at run time
         chain = [
             p
             for layer in model.layers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints: layers that upstream's quantisation methods own."""
+"""Quantised checkpoints whose layers belong to upstream's quantisation methods."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import module_names
 
-KEPT_PLAIN = "model.transformer.blocks.0.q_proj"  # with its fused neighbours
+KEPT_PLAIN = "model.transformer.blocks.0.q_proj"  # and the projections fused with it
 
 
 @register_weight_loader_v2_supported_method
 class Int8Method(LinearMethodBase):  # type: ignore[misc]
-    """int8 weights with a scale per output channel, multiplied after widening."""
+    """int8 weights with a scale per output channel, multiplied after a cast to the model dtype."""
 
     def create_weights(
         self,
@@ -76,7 +76,7 @@ class Int8Method(LinearMethodBase):  # type: ignore[misc]
 
 @register_quantization_config("tests_int8")
 class Int8Config(QuantizationConfig):  # type: ignore[misc]
-    """int8 on every linear layer of the checkpoint but those listed as plain."""
+    """int8 on every linear layer of the checkpoint except the ignored ones."""
 
     def __init__(self, ignored: list[str]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Int8Config(QuantizationConfig):  # type: ignore[misc]
 
 
 def quantise(folder: Path) -> None:
-    """Turn the matrices of the layers' linear modules into int8, and say so in config.json."""
+    """Quantise the matrices of the layers' linear modules to int8, also in config.json."""
     kept = [KEPT_PLAIN.replace("q_proj", f"{part}_proj") for part in "qkv"]
 
     def matrix(path: str, weight: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -124,7 +124,7 @@ def quantise(folder: Path) -> None:
 
 
 def widened(folder: Path, reference: LLaDAReference) -> LLaDAReference:
-    """The reference over the weights that the int8 ones stand for."""
+    """Return the reference with the values of the int8 weights."""
     weights = dict(reference.weights)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
@@ -150,7 +150,7 @@ def test_quantised_layers_run_by_their_own_method(
     folder, reference = quantised
     model = load_model(folder)
     assert isinstance(model.layers[1].attention.qkv_proj, ops.QuantisedProjection)
-    # listed by the names of the checkpoint
+    # The list has the names of the checkpoint.
     assert isinstance(model.layers[0].attention.qkv_proj, ops.PlainProjection)
     ids = torch.arange(3, 250, 13)
     wanted = reference.logits(ids[None])[0]
@@ -172,7 +172,7 @@ def test_a_quantised_layer_without_tensors_is_named(
 
 
 def test_names_in_a_quantisations_lists_become_those_of_the_model() -> None:
-    """Whole paths of the checkpoint, names within a layer, and patterns of either."""
+    """A list may have whole paths of the checkpoint, names within a layer, and patterns."""
     config = LLaDAConfig.from_dict(llada_config(n_layers=12))
     mapper = module_names(config.architecture)
     assert mapper.apply_list(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that plans are made of, and what a load takes."""
+"""The sizes that plans are made of, and the memory of a load."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -77,7 +77,7 @@ def test_stages_take_what_is_planned(
     load_model: Callable[..., DiffusionModel],
     case_path: Callable[[str], Path],
 ) -> None:
-    """By name and to the byte, so that no layer takes what the footprint does not know."""
+    """Names and bytes agree, so that no layer uses memory that plans do not count."""
     path, rows, layout = case_path(case), 7, Residency(keep_queries=False)
     model = load_model(path, quantization=quantization)
     layer, x = model.layers[-1], torch.ones(rows, model.hidden_size)
@@ -99,12 +99,13 @@ def test_stages_take_what_is_planned(
         for buffer in (buffer for phase in phases for buffer in phase):
             planned[buffer.name] = max(planned.get(buffer.name, 0), rows * buffer.row_bytes)
         taken = scratch.taken
-        widest = {"gate and up", "activated", "scales of activated"}  # of a dense layer, maybe
+        # A dense layer may have wider buffers of these names.
+        widest = {"gate and up", "activated", "scales of activated"}
         assert {name: planned[name] for name in taken.keys() - widest} == {
             name: num_bytes for name, num_bytes in taken.items() if name not in widest
         }
         assert all(taken[name] <= planned[name] for name in taken)
-        # What the forward takes; what fp8 takes on a GPU; of a layer of another kind.
+        # Buffers of the forward pass, of fp8 on a GPU, and of a layer of another kind.
         not_here = {"cos", "sin", "projected"} | (planned.keys() if scratch is fed else set())
         assert planned.keys() - taken.keys() <= not_here
 
@@ -138,18 +139,18 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(
         engine_config(folder, tensor_parallel_size=2)
 
 
-# ---- What a load takes beside its result while weights are quantised ----
+# ---- Memory of a load in addition to its result while weights are quantised ----
 
 
 WIDTH, INNER, AT_ONCE = 128, 8192, 1 << 14
-WORDS = 8  # of 32 bits, for each number of those that are quantised at a time
+WORDS = 8  # 32-bit words for each number that is quantised at a time
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nf4"])
 def test_a_load_takes_two_matrices_and_a_little_besides_its_result(
     kind: str, tmp_path: Path, load_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the allocator of the host saw it, which holds here what a device would hold too."""
+    """The host's allocator measures here the memory that a GPU would use."""
     sizes = {"n_layers": 2, "d_model": WIDTH, "mlp_hidden_size": INNER}
     path = make_checkpoint(tmp_path / "wide", dtype=torch.bfloat16, num_shards=1, **sizes)
     model = load_model(path, "bfloat16", quantization=kind)
@@ -160,13 +161,13 @@ def test_a_load_takes_two_matrices_and_a_little_besides_its_result(
         model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
     events = profiled.profiler.kineto_results.events()
     taken = list(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-    matrix = 2 * WIDTH * INNER  # as it comes, while the one before is not gone yet
+    matrix = 2 * WIDTH * INNER  # bytes of a loaded matrix, of which the previous one is still there
     assert matrix < max(taken) <= 2 * matrix + 4 * WORDS * AT_ONCE
     assert taken[-1] == 0
 
 
 def test_that_is_less_than_a_layer_of_a_large_model() -> None:
-    """LLaDA-8B's, in bf16."""
+    """The layer is that of LLaDA-8B, in bf16."""
     matrix = 2 * 4096 * 12288
     assert 2 * matrix + 4 * WORDS * loading.NUMBERS_AT_ONCE < 2 * 4 * 4096**2 + 3 * matrix
 
@@ -178,7 +179,7 @@ def test_that_is_less_than_a_layer_of_a_large_model() -> None:
 def test_a_models_tables_follow_its_configuration(
     case: str, case_model: Callable[[str], DiffusionModel]
 ) -> None:
-    """Whatever the default dtype was while the model was made, and nothing to load or store."""
+    """Tables do not depend on the default dtype at the time of loading, and are not stored."""
     model = case_model(case)
     config: Any = model.config
     rotary_dim = config.architecture.rotary_dim

@@ -31,7 +31,7 @@ def ids_of(path: Path, **engine_args: Any) -> SpecialIds:
 
 
 def change(path: Path, file: str, **values: Any) -> None:
-    """Set keys of a JSON file of the checkpoint; None removes."""
+    """Set keys of a JSON file of the checkpoint; None removes a key."""
     content = {**json.loads((path / file).read_text()), **values}
     kept = {key: value for key, value in content.items() if value is not None}
     (path / file).write_text(json.dumps(kept))
@@ -110,7 +110,7 @@ def test_thinking_has_both_of_its_tokens_or_none(
 
 
 def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> None:
-    """The name of a token that ends turns elsewhere says nothing in these families."""
+    """In these families, an end-of-turn token only stops an answer if the file lists it."""
     path = make_checkpoint(tmp_path, family="sdar")
     ids = ids_of(path)
     assert (ids.eos, ids.eot, ids.stop) == (EOS_ID, None, {EOS_ID, EOT_ID})
@@ -119,7 +119,7 @@ def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> 
 
 
 def test_llada2_names_them_in_its_other_files(tmp_path: Path) -> None:
-    """config.json has neither; the role's end stops an answer only where that is listed."""
+    """config.json has neither id. The end of a role only stops an answer if it is listed."""
     path = make_checkpoint(tmp_path, family="llada2")
     ids = ids_of(path)
     assert (ids.mask, ids.eos, ids.eot, ids.stop) == (MASK_ID, EOS_ID, None, {EOS_ID})
@@ -135,7 +135,7 @@ def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path
 
 
 def test_a_penalty_of_the_generation_configuration_does_not_act(tmp_path: Path) -> None:
-    """Decoding of model authors ignores it; who serves the model may mean one."""
+    """The decoding of model authors ignores it, but an operator may set one on purpose."""
     path = make_checkpoint(tmp_path, family="fast_dllm")
     change(path, "generation_config.json", repetition_penalty=1.05, top_p=0.8)
     for override, penalty in (({}, 1.0), ({"repetition_penalty": 1.2}, 1.2)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's Triton kernel, compiled for cards that are not here."""
+"""Attention's Triton kernel compiles for GPU generations other than that of this machine."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from vllm.diffusion.layers.split_attention import CONFIG
 
 triton = pytest.importorskip("triton")
 
-MIN_SHARED_KIB = {80: 163, 86: 99, 120: 99}  # KiB that a program may have
+MIN_SHARED_KIB = {80: 163, 86: 99, 120: 99}  # KiB of shared memory that a program may use
 POINTERS = {"q": "bf16", "k": "bf16", "v": "bf16", "out": "bf16", "parts": "fp32", "totals": "fp32"}
 COUNTS = ("num_sequences", "num_rows", "num_splits", "q_row", "q_head", "k_row", "k_head")
 COUNTS += ("v_row", "v_head")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks compute what one does."""
+"""Two tensor-parallel ranks give the logits of one."""
 
 import json
 import os
@@ -34,14 +34,14 @@ CASES += [
     *("diffullama", "sdar", "fast_dllm", "fast_dllm_tied", "nemotron"),
     *("sdar_moe", "sdar_moe_mix", "llada2", "llada2_dense_first"),
 ]
-# Ranks quantise their own columns: not what one rank has, but as near to plain weights.
+# Ranks quantise their own columns, so that only the distance to plain weights is compared.
 QUANTISED = ["gqa fp8", "gqa int4", "dream nf4", "moe fp8", "llada2 fp8", "moe int4", "llada2 nf4"]
 QUANTISED += ["odd_vocab fp8 head"]
 IDS = torch.arange(3, 250, 13)
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Of the engine, for one of `QUANTISED`."""
+    """Return the settings of the engine for one of `QUANTISED`."""
     _, kind, *head = name.split()
     return {"quantization": kind, "additional_config": {"dllm": {"fp8_head": bool(head)}}}
 
@@ -104,7 +104,7 @@ def test_two_ranks_quantise_as_well_as_one(
     case = name.split()[0]
     plain = logits(case_model(case), IDS)
     one = logits(load_model(case_path(case), **settings_of(name)), IDS)
-    for part in (1, 2):  # the whole forward, and in chunks
+    for part in (1, 2):  # the whole forward pass, and chunks
         two = torch.cat([rank[name][part] for rank in ranks], dim=1)
         assert 0 < (two - plain).norm() < 1.5 * (one - plain).norm()
 

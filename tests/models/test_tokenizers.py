@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers from their released files, without code of the checkpoint's repository."""
+"""Tokenizers load from their released files, without code of the checkpoint's repository."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["no_remote_code", "remote_code"])
 def tokenizer(folder: Path, request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
-    """As upstream loads it; the files that `auto_map` names are not there to be run."""
+    """Load the tokenizer as upstream does; the Python files of `auto_map` do not exist."""
     load_general_plugins()
     return get_tokenizer(str(folder), trust_remote_code=request.param)
 
@@ -58,7 +58,7 @@ def test_special_tokens_are_whole_and_text_comes_back(tokenizer: PreTrainedToken
 def test_words_are_merged_within_their_borders(tokenizer: PreTrainedTokenizerBase) -> None:
     vocabulary = tokenizer.get_vocab()
     space = chr(0x120)  # a space in the byte alphabet
-    # "he" is a merge, and so is a space before a letter, which comes first
+    # "he" is a merge. So is a space before a letter, which has precedence.
     assert tokenizer.encode("he he") == [
         vocabulary["he"],
         vocabulary[f"{space}h"],
@@ -67,7 +67,7 @@ def test_words_are_merged_within_their_borders(tokenizer: PreTrainedTokenizerBas
 
 
 def test_text_is_composed_before_it_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    """NFC turns a Kelvin sign into the letter K; without it its bytes would have no token."""
+    """NFC turns a Kelvin sign into the letter K. Without NFC, its bytes would have no token."""
     assert tokenizer.encode("3 \u212a") == tokenizer.encode("3 K")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that do not fit their configuration."""
+"""Checkpoints that do not match their configuration."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ HEAD = "model.transformer.ff_out"
 def scratch_model(
     load_model: Callable[..., Any], case_path: Callable[[str], Path]
 ) -> Callable[[str], DiffusionModel]:
-    """Models of this module alone, for loading leaves them changed."""
+    """Return a function that makes models for this module alone, because loading changes them."""
     return functools.cache(lambda name: load_model(case_path(name), load_format="dummy"))
 
 
@@ -74,10 +74,10 @@ EXPERTS = "model.layers.1.mlp.experts"
                 f"{HEAD}.weight",
                 f"{HEAD}.bias",
                 f"{BLOCK}.attn_norm.weight",
-                f"{BLOCK}.k_proj.weight",  # a part of a fused matrix
+                f"{BLOCK}.k_proj.weight",  # part of a fused matrix
                 f"{BLOCK}.v_proj.bias",
                 f"{BLOCK}.up_proj.weight",
-                f"{BLOCK}.ff_out.weight",  # the same last name as the head
+                f"{BLOCK}.ff_out.weight",  # has the same last name as the head
             )
         ),
         ("dream", "model.embed_tokens.weight", None),
@@ -119,7 +119,7 @@ def test_missing_tensors_are_named(
 def test_buffers_of_rotary_embeddings_are_left_out(
     name: str, module: str, kind: str, scratch_model: Callable[[str], DiffusionModel]
 ) -> None:
-    """Files of the time of Llama 2 have them; config.json says what they hold."""
+    """Checkpoints from the time of Llama 2 contain these buffers, which config.json determines."""
     model = scratch_model(name)
     weights = {**weights_of(name), f"{module}.rotary_emb.{kind}": torch.ones(16)}
     assert model.load_weights(weights.items()) == {key for key, _ in model.named_parameters()}

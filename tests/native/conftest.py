@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips what needs a GPU where there is none."""
+"""Skips tests that need a GPU on machines without one."""
 
 import pytest
 import torch
@@ -16,5 +16,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """Numbers on the CPU, the same in every run."""
+    """Return a CPU generator that gives the same numbers in every run."""
     return torch.Generator().manual_seed(20250920)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results in float64 and cases, shared by the tests of native rooms."""
+"""Cases, checks and float64 results that the tests of native packages share."""
 
 import math
 
@@ -21,14 +21,15 @@ from gather_gemm import (
 # Norm of the error over the norm of the result: fp32 sums, then a few roundings to the dtype.
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-# One row; in one block of the kernel and past it; experts that fill no power of two; all chosen;
-# more blocks than are counted at once.
+# Rows, experts, and experts per row. There is one row, one block of the kernel and more, a number
+# of experts that is no power of two, all experts chosen, and more blocks than are counted at once.
 SIZES = [
     *((1, 4, 1), (5, 6, 6), (33, 6, 3), (32, 64, 8), (33, 64, 8), (300, 40, 7), (9, 1000, 16)),
     (1100, 64, 8),
 ]
-# Experts, experts of a row, and how they are chosen: as in LLaDA2, SDAR-MoE and LLaDA-MoE; groups
-# that are all kept, of no power of two, and one expert of one group; scores as they are.
+# Experts, experts per row, and their scoring. The first three are those of LLaDA2, SDAR-MoE and
+# LLaDA-MoE. The others keep all groups, have no power of two, choose one expert in one group, and
+# leave scores unnormalised.
 SCORINGS = [
     (256, 8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
     (128, 8, Scoring(is_normalised=True)),
@@ -38,8 +39,9 @@ SCORINGS = [
     (6, 1, Scoring(True, 3, 1, is_normalised=True)),
     (5, 4, Scoring(True, scale=0.5)),
 ]
-# The same where rows choose by windows: as in LLaDA2.2; of no power of two; no more than a row
-# chooses, in fp32; groups of which some rows' are closed to the window; of one row; all experts.
+# The same with windows of rows. The first is that of LLaDA2.2. The others have no power of two, a
+# capacity equal to the experts per row in fp32, groups that a window closes to some rows, windows
+# of one row, and a capacity of all experts.
 WINDOWED = [
     (256, 8, Scoring(True, is_normalised=True, scale=2.5, in_fp32=True, window=32, capacity=48)),
     (20, 3, Scoring(is_normalised=True, window=6, capacity=5)),
@@ -48,10 +50,10 @@ WINDOWED = [
     (6, 1, Scoring(window=1, capacity=2)),
     (5, 2, Scoring(True, scale=0.5, window=3, capacity=5)),
 ]
-# Depths: of a part of a tile, of a tile, of several and a part; of the compiled kernel.
+# Depths: part of a tile, one tile, several tiles and a part, and that of the compiled kernel.
 DEPTHS = [5, 256, 600, 1024]
 
-# One row, at and past the edges of every tile; columns and depth that fill no tile.
+# One row, sizes at and past the edges of every tile, and columns and depth that fill no tile.
 SHAPES = [(1, 1, 1), (16, 64, 64), (17, 131, 70), (33, 64, 200), (65, 129, 33), (300, 257, 130)]
 # Rows: one, at and past the edges of the tiles. Columns and depth: no multiples of any tile.
 TOP_SHAPES = [(1, 40, 64), (16, 256, 128), (17, 131, 72), (33, 300, 200), (70, 257, 136)]
@@ -62,14 +64,14 @@ def ends_of(sizes, device="cpu"):
 
 
 def as_fp8(weight):
-    """Matrices as fp8, the scales of their rows, and what both stand for, in float64."""
+    """Return matrices as fp8, the scales of their rows, and the values of both in float64."""
     scales = (weight.float().abs().amax(dim=2) / 448).clamp(min=1e-30)
     values = (weight.float() / scales[:, :, None]).to(torch.float8_e4m3fn)
     return values, scales, values.double() * scales.double()[:, :, None]
 
 
 def relative_error(given, wanted):
-    """Zero where both are zero; NaN or inf where something was not written."""
+    """Return the relative error: zero if both are zero, NaN or inf if elements are missing."""
     return ((given.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 
@@ -90,7 +92,7 @@ def weighted_wanted(x, weight, sizes, slots, weights):
 
 
 def check_gather(generator, num_rows, num_columns, depth, dtype, device, error):
-    """Chosen rows, from and to places beside others, against float64; then the first ones."""
+    """Check chosen rows of strided matrices against float64, and then the first rows."""
     x = torch.randn(90, depth + 5, generator=generator).to(dtype).to(device)[:, :depth]
     weight = torch.randn(num_columns, depth, generator=generator).to(dtype).to(device)
     rows = torch.randint(0, 90, (num_rows,), generator=generator).to(device)
@@ -105,7 +107,7 @@ def check_gather(generator, num_rows, num_columns, depth, dtype, device, error):
 
 
 def top_case(generator, num_rows, num_columns, depth, dtype, device):
-    """Small whole numbers: their products are exact, so logits have ties and none is rounded."""
+    """Return small integers with exact products, so that logits have ties and no rounding."""
     x = torch.randint(-2, 3, (160, depth + 8), generator=generator).to(device, dtype)[:, :depth]
     weight = torch.randint(-2, 3, (num_columns, depth), generator=generator).to(device, dtype) / 16
     return x, torch.randint(0, 160, (num_rows,), generator=generator).to(device), weight
@@ -119,7 +121,7 @@ def check_top(top, wanted):
 
 
 def check_experts(generator, sizes, num_chosen, width, depth, dtype, device, early, quantises=True):
-    """Both products of experts against float64, of plain weights and of fp8 ones."""
+    """Check both products of experts against float64, with plain weights and fp8 weights."""
     num_slots, ends = sum(sizes), ends_of(sizes, device)
     shape = num_slots // num_chosen, num_chosen
 
@@ -142,7 +144,10 @@ def check_experts(generator, sizes, num_chosen, width, depth, dtype, device, ear
 
 
 def check_sums(generator, shape, dtype, device):
-    """Sums of terms are rounded one by one; weighted ones once, and an addend comes last."""
+    """Check sums of terms, which round each addition, and weighted sums, which round once.
+
+    An addend is added last.
+    """
     terms = torch.randn(*shape, generator=generator).to(dtype).to(device)
     wide = torch.randn(shape[0], shape[2] + 2, generator=generator).to(dtype).to(device)
     x, addend = wide[:, : shape[2]], wide[:, 2:].clone()
@@ -154,7 +159,7 @@ def check_sums(generator, shape, dtype, device):
     wanted, edge = x + total, wide[:, shape[2] :].clone()
     sum_terms(terms, out=x, adds=True)
     assert torch.equal(x, wanted) and torch.equal(wide[:, shape[2] :], edge)
-    # Small whole numbers times eighths: exact in fp32, and in no order of sums in 16 bits.
+    # Small integers times eighths are exact in fp32, but depend on the order of sums in 16 bits.
     terms = torch.randint(-100, 101, shape, generator=generator).to(dtype).to(device)
     weights = torch.randint(1, 9, shape[:2], generator=generator).to(device) / 8
     total = (terms.double() * weights.double()[:, :, None]).sum(1).to(dtype)
@@ -164,7 +169,7 @@ def check_sums(generator, shape, dtype, device):
         wanted = x + whole
         sum_terms(terms, weights, some, out=x, adds=True)
         assert torch.equal(x, wanted)
-    if shape[1] > 1:  # parts of rows, as where the last term of each is the addend
+    if shape[1] > 1:  # strided terms: the last term of each row is the addend
         parts = terms[:, :-1], weights[:, :-1], terms[:, -1]
         whole = sum_terms(*(part.contiguous() for part in parts))
         assert torch.equal(sum_terms(*parts), whole)
@@ -182,12 +187,12 @@ def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
 
 
 def best_of(values, count):
-    """Places of the `count` largest; among equals the first."""
+    """Return the indices of the `count` largest values; of equal ones, the first."""
     return sorted(range(len(values)), key=lambda place: (-values[place], place))[:count]
 
 
 def window_choice(ranks, num_chosen, scoring):
-    """Experts of each row of ranks, ascending, by plain loops: groups, then windows, then rows."""
+    """Return the ascending experts of each row by plain loops: groups, then windows, then rows."""
     rows = [[rank if rank > -3e38 else -3e38 for rank in row] for row in ranks]
     size = len(rows[0]) // scoring.num_groups
     for row in rows if scoring.num_groups > 1 else ():
@@ -205,7 +210,7 @@ def window_choice(ranks, num_chosen, scoring):
 
 
 def check_windows(logits, num_chosen, bias, scoring):
-    """Against the reference, and the choice against plain loops."""
+    """Check windows against the reference, and the choice of experts against plain loops."""
     check_routing(logits, num_chosen, bias, scoring)
     given = route(logits, num_chosen, bias, scoring)
     wide = logits.float()
@@ -216,7 +221,10 @@ def check_windows(logits, num_chosen, bias, scoring):
 
 
 def window_logits(generator, num_rows, num_experts, scoring):
-    """Few values, but any where sums decide, as their rounding may; a row of NaN among three."""
+    """Return logits with a row of NaN.
+
+    Values are few, so that many are equal, unless rounding of sums could decide between equal ones.
+    """
     if scoring.is_sigmoid and scoring.num_groups == 1:
         logits = awkward_logits(generator, num_rows, num_experts)
     else:
@@ -227,7 +235,7 @@ def window_logits(generator, num_rows, num_experts, scoring):
 
 
 def awkward_logits(generator, num_rows, num_experts):
-    """Few values, so that many are equal; -inf here and there, and rows of zeros and of -inf."""
+    """Return few values, many of them equal, with some -inf, and rows of zeros and of -inf."""
     logits = torch.randint(-3, 4, (num_rows, num_experts), generator=generator) / 2
     logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
     logits[0] = 0.0
@@ -237,7 +245,7 @@ def awkward_logits(generator, num_rows, num_experts):
 
 
 def experts_of(routing, num_rows, num_chosen):
-    """[R, k]: the experts of each row by its places."""
+    """Return the experts of each row in the order of its slots, [R, k]."""
     places = torch.arange(len(routing.slots), device=routing.slots.device)
     members = torch.bucketize(places, routing.ends, right=True)
     experts = torch.empty_like(members)
@@ -246,9 +254,9 @@ def experts_of(routing, num_rows, num_chosen):
 
 
 def exact_rows(generator, num_rows, num_experts, depth, dtype):
-    """x [R, D] and gate [E, D] of strided rows, whose logits no order of the sums changes.
+    """Return x [R, D] and gate [E, D] with strided rows, whose logits no order of sums changes.
 
-    Few values: many logits are equal.
+    There are few values, so that many logits are equal.
     """
     x = torch.randint(-2, 3, (num_rows, depth + 8), generator=generator).to(dtype)
     gate = torch.randint(-2, 3, (num_experts, depth + 16), generator=generator).to(dtype)
@@ -267,7 +275,7 @@ def check_rows(x, gate, num_chosen, bias, scoring=SOFTMAX, *, in_parts=True):
 
 
 def masks_of(kind, generator, num_rows, num_columns, device):
-    """Special columns, the last one and two of one tile among them: of no row, all, or some."""
+    """Return masks of special columns for no, all or some rows; two columns share a tile."""
     if kind == "none":
         return {}
     columns = (num_columns - 1, 3, 39)
@@ -278,6 +286,6 @@ def masks_of(kind, generator, num_rows, num_columns, device):
 
 
 def chi_square_limit(degrees: int) -> float:
-    """Value that chi-square passes once in a million (Wilson and Hilferty's approximation)."""
+    """Return the value that chi-square exceeds once in a million (Wilson and Hilferty)."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3

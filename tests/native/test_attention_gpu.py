@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every backend of attention on a GPU against float64, and the choice among them."""
+"""Every attention backend on a GPU matches float64, and the selection of a backend."""
 
 import random as random_numbers
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 HEAD_DIM = 128
 NUM_KEYS = 5000
-# dtype, query heads, key/value heads: as LLaDA, as Dream, and one for all
+# dtype, query heads, key/value heads: those of LLaDA, those of Dream, and one key/value head
 KINDS = [(torch.bfloat16, 4, 4), (torch.bfloat16, 14, 2), (torch.float16, 4, 1)]
 LAYOUTS = {
     "whole": [Span(0, 300, 0, 300)],
@@ -46,7 +46,7 @@ LAYOUTS = {
         Span(64 * i, 64 * i + 64, 0, 64 * i + 64, 32, 64 * i) for i in range(40)
     ],
 }
-# Keys of a sequence start with a page of 64.
+# Keys of a sequence begin at a page of 64.
 PAGED_LAYOUTS = {
     "a window": [Span(0, 32, 128, 4999)],
     "one row": [Span(0, 1, 64, 4900)],
@@ -72,7 +72,7 @@ def random(generator, dtype, *shape):
 
 
 def poison_unread(spans, k, v):
-    """Rows that no sequence reads become NaN, as what is not yet written may be."""
+    """Set rows that no sequence reads to NaN, as unwritten memory may be."""
     is_read = torch.zeros(len(k), dtype=torch.bool, device=k.device)
     for span in spans:
         is_read[span.kv_start : span.kv_end] = True
@@ -109,7 +109,7 @@ def test_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spa
 @pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS)
 @pytest.mark.parametrize("spans", PAGED_LAYOUTS.values(), ids=PAGED_LAYOUTS)
 def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_heads, spans):
-    """Keys in shuffled pages, as a store has them: nothing else of the store is read."""
+    """Keys are in shuffled pages, as in a store, and no other part of the store is read."""
     if backend is Backend.SDPA and (len(spans) > 8 or dtype != torch.bfloat16):
         pytest.skip("cuDNN makes a plan for every shape, which takes long")
     q = random(generator, dtype, spans[-1].q_end, num_heads, HEAD_DIM)
@@ -126,9 +126,9 @@ def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_head
 
 
 @pytest.mark.parametrize(("head_dim", "rows"), list(zip(HEAD_DIMS, (64, 32, 64, 16), strict=True)))
-@pytest.mark.parametrize("programs", [0, 1, 64])  # not split, split, split as often as can be
+@pytest.mark.parametrize("programs", [0, 1, 64])  # not split, split, split to the limit
 def test_other_heads_in_other_tiles(generator, head_dim, rows, programs):
-    """In one range, and in pages."""
+    """Heads of other widths, with tiles of other sizes, in one range and in pages."""
     num_rows = LAYOUTS["ragged"][-1].q_end
     q = random(generator, torch.bfloat16, num_rows, 4, head_dim)
     k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
@@ -143,7 +143,7 @@ def test_other_heads_in_other_tiles(generator, head_dim, rows, programs):
 
 
 def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
-    """A server captures graphs of many shapes at its start; Triton compiles for none of them."""
+    """A server captures graphs of many shapes, and Triton must not compile for each."""
     triton = pytest.importorskip("triton")
     compiled = []
 
@@ -151,7 +151,7 @@ def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
         compiled.append(fn.name)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-    num_heads, num_kv_heads = 6, 3  # of no other test
+    num_heads, num_kv_heads = 6, 3  # used by no other test, so that no program is cached
     kept = random(generator, torch.bfloat16, 2, NUM_KEYS, num_kv_heads, HEAD_DIM)
     *stored, pages = in_pages(*kept, PAGE_SIZE)
     for num_rows in (16, 17, 48, 112, 640, 1024):
@@ -166,13 +166,13 @@ def test_every_bucket_runs_the_same_programs(generator, monkeypatch):
             attend(q, *stored, layout, backend=Backend.SPLIT)
             layout = layout._replace(block_lengths=ends[1:], firsts=0 * ends[1:])
             attend(q, *stored, layout, backend=Backend.SPLIT)
-    # with the keys split, and not; in one range, in pages, and there in blocks
+    # Keys split or not, times one range, pages, and pages with blocks.
     assert compiled.count("part_kernel") == 6
     assert compiled.count("merge_kernel") <= 1
 
 
 def test_large_scores(generator):
-    """Weights that leave one key to each query, and queries that weigh all alike."""
+    """Some queries give all weight to one key, and others give equal weight to all keys."""
     q = random(generator, torch.bfloat16, 32, 4, HEAD_DIM) * 30
     q[::2] = 0
     k, v = (random(generator, torch.bfloat16, 3000, 4, HEAD_DIM) for _ in range(2))
@@ -184,7 +184,7 @@ def test_large_scores(generator):
 @pytest.mark.parametrize("backend", [Backend.FLASH, Backend.SPLIT])
 @pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS[:2])
 def test_a_graph_follows_its_layout(generator, backend, dtype, num_heads, num_kv_heads):
-    """Captured with loose bounds, replayed over other sequences of the same rows."""
+    """A graph is captured with loose bounds and replayed for other sequences of the same rows."""
     num_rows, num_sequences = 96, 4
     q = random(generator, dtype, num_rows, num_heads, HEAD_DIM)
     k, v = (random(generator, dtype, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
@@ -215,12 +215,12 @@ def test_a_graph_follows_its_layout(generator, backend, dtype, num_heads, num_kv
 @pytest.mark.parametrize("backend", [Backend.SPLIT, Backend.TILED])
 @pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads"), KINDS[:2])
 def test_a_graph_follows_its_table(generator, backend, dtype, num_heads, num_kv_heads):
-    """The table and what it names may change between replays."""
+    """The page table and the pages may change between replays."""
     num_rows = 96
     q = random(generator, dtype, num_rows, num_heads, HEAD_DIM)
     k, v = (random(generator, dtype, NUM_KEYS, num_kv_heads, HEAD_DIM) for _ in range(2))
     *stored, pages = in_pages(k, v, PAGE_SIZE)
-    # the last sequence pads the rows: it has no keys, and its first one lies past the table
+    # The last sequence pads the rows. It has no keys, and its first key is past the table.
     spans = [Span(0, 32, 0, 2000), Span(32, 90, 2048, 5000), Span(90, 96, 10**9, 10**9)]
     layout = AttentionLayout.of(spans, "cuda", pages)._replace(spans=None, max_keys=NUM_KEYS)
     if not can_serve(backend, q, layout):
@@ -240,7 +240,7 @@ def test_a_graph_follows_its_table(generator, backend, dtype, num_heads, num_kv_
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("backend", [Backend.SPLIT, Backend.TILED])
 def test_many_sequences_of_any_length(generator, backend, seed):
-    """More tiles than a card runs at once, of all lengths of queries, keys and blocks."""
+    """There are more tiles than the GPU runs at once, with mixed queries, keys and blocks."""
     numbers = random_numbers.Random(seed)
     num_heads, num_kv_heads = numbers.choice([(8, 8), (16, 4), (28, 4), (6, 3)])
     spans, end = [], 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_sample's filters: the reference and the kernel against float64, one row at a time."""
+"""flash_sample's filters: the reference and the kernel match float64, row by row."""
 
 import math
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTHS = [1, 7, 8, 300, 2049, 10_001, 126_464]
 ONE_ROW = {"seed": 2**63 + 5, "step": 3, "purpose": 2}
-# top_p is compared with sums, which differ by so much between two ways to compute them.
+# Two correct ways to compute the sums that top_p is compared with may differ by this much.
 SLACK = 2e-5
 
 FILTERS = {
@@ -37,7 +37,7 @@ FILTERS = {
 
 
 def kept_of(distance, temperature, filters):
-    """Whether columns at `distance` [V] float64 from the best are kept, from the nearest on."""
+    """Return which columns are kept, given their float64 distances [V] to the best column."""
     order = sorted(range(len(distance)), key=distance.tolist().__getitem__)  # stable
     ordered = distance[order]
     weights = torch.exp(-ordered / (temperature or 1.0))
@@ -59,7 +59,7 @@ def kept_of(distance, temperature, filters):
 
 
 def checked_rows(logits, rows, score, actual):
-    """Check tokens and scores of rows with `filters`, temperatures and positions of their own."""
+    """Check tokens and scores of rows, which have their own filters, temperatures and positions."""
     filters = rows.filters
     values = logits.detach().cpu().float()
     for i, row in enumerate(values):
@@ -78,7 +78,7 @@ def checked_rows(logits, rows, score, actual):
         allowed = []
         for slack in (-SLACK, SLACK) if own["top_p"] < 1 else (0.0,):
             here = {**vars(filters), **own, "top_p": own["top_p"] + slack}
-            # Distances are fp32 numbers; what is computed with them is not.
+            # Distances are exact in fp32, but computations with them are not.
             stays = kept_of(distance.double(), temperature, Filters(**here))
             allowed.append(check_row(row, stays, i, rows, temperature, score))
         token, value = int(actual.token[i]), float(actual.score[i])
@@ -89,7 +89,7 @@ def checked_rows(logits, rows, score, actual):
 
 
 def check_row(row, stays, i, rows, temperature, score):
-    """Token and score of a row of which some columns stay."""
+    """Check token and score of a row, given the columns that stay."""
     double = row.double()
     drawn = double.masked_fill(~stays, -INF)
     token = int(drawn.argmax())
@@ -163,7 +163,7 @@ def test_infinite_columns_and_rows(generator, device, name):
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0, 3.0])
 def test_scores(generator, device, score, are_scored, temperature):
     logits = random_logits(generator, 5, 3001, torch.float32, device, spread=2.0)
-    logits[4, 7] = logits[4, 9] = 12.0  # two best
+    logits[4, 7] = logits[4, 9] = 12.0  # two equal best columns
     filters = Filters(top_k=30, top_p=0.95, are_scored=are_scored)
     for is_tempered in (False, True):
         run(logits, filters, temperature, score, is_tempered=is_tempered)
@@ -222,7 +222,7 @@ def test_a_row_does_not_depend_on_those_beside_it(generator, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_flat_rows_of_which_many_columns_stay(generator, device):
-    """More than are listed: nothing but the time changes."""
+    """The kernel's list of columns overflows, which only changes the time."""
     logits = random_logits(generator, 2, 126_464, torch.float32, device, spread=0.5)
     logits[1] = 0.0
     for filters in (Filters(top_k=40_000), Filters(top_p=0.8), Filters(min_p=1e-6, top_p=0.5)):
@@ -267,7 +267,7 @@ def test_no_rows_and_what_is_refused(device):
 
 
 def test_kept_columns_of_wider_dtypes():
-    """In fp64, a difference that fp32 does not know is one."""
+    """Logits in fp64 may differ by less than fp32 can represent."""
     logits = torch.tensor([[30.0, 30.0 - 1e-9, 0.0]], dtype=torch.float64)
     assert kept_columns(logits, 1.0, Filters(top_k=1)).tolist() == [[True, False, False]]
     assert kept_columns(logits.float(), 1.0, Filters(top_k=1)).tolist() == [[True, True, False]]

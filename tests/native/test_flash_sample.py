@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_sample: the references against plain formulas, the kernel against float64."""
+"""flash_sample: the references match plain formulas, and the kernel matches float64."""
 
 import itertools
 from functools import partial as bound
@@ -16,11 +16,12 @@ INF = torch.inf
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Relative error of a probability whose logits are exact in fp32. On a CPU, PyTorch adds a row up in
-# a few long chains; the kernel adds by trees, and its exp() is good to two units in the last place.
+# Relative error of a probability whose logits are exact in fp32. On a CPU, PyTorch adds up a row in
+# a few long chains. The kernel adds in trees, and its exp() is accurate to two units in the last
+# place.
 CONFIDENCE_RTOL = {"cpu": 5e-5, "cuda": 5e-6}
 
-# One column; less and more than a vector, and than a segment of the kernel; ragged; LLaDA's.
+# One column, sizes around a vector and around a segment of the kernel, ragged, and LLaDA's width.
 WIDTHS = [1, 7, 8, 300, 2047, 2048, 2049, 10_001, 126_464]
 
 
@@ -29,7 +30,7 @@ def random_logits(generator, num_rows, num_columns, dtype=torch.float32, device=
 
 
 def exact(logits, excluded=()):
-    """Token and confidence from float64, and ties by an explicit search."""
+    """Return token and confidence from float64, with an explicit search for ties."""
     values = logits.double().cpu()
     is_best = values == values.amax(dim=-1, keepdim=True)
     token = is_best.int().argmax(dim=-1)
@@ -82,9 +83,9 @@ def test_ties_go_to_the_lowest_column(generator, device, dtype):
 def test_infinite_columns_and_rows(generator, device, dtype):
     logits = random_logits(generator, 6, 6001, dtype, device)
     logits[0] = -INF
-    logits[1, :4000] = -INF  # more than a segment
+    logits[1, :4000] = -INF  # more columns than a segment
     logits[2, ::2] = -INF
-    logits[3, 1:] = -INF  # certain
+    logits[3, 1:] = -INF  # probability 1
     logits[4, :-1] = -INF
     check(logits)
     token, confidence = low_confidence(logits)
@@ -117,11 +118,11 @@ def test_strided_and_unaligned_rows(generator, device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_excluded_columns(generator, device, dtype):
     logits = random_logits(generator, 9, 5001, dtype, device)
-    logits[0, 4321] = 60  # excluded and best
+    logits[0, 4321] = 60  # the best column is excluded
     logits[1, 7] = 60
-    logits[2, 8] = logits[2, 4321] = 60  # a tie that an ordinary column wins
+    logits[2, 8] = logits[2, 4321] = 60  # an ordinary column wins a tie
     logits[3] = -INF
-    logits[3, 7] = 1.0  # nothing but an excluded column
+    logits[3, 7] = 1.0  # only an excluded column is finite
     logits[4] = -INF
     excluded = (7, 4321, 0, 5000)
     check(logits, excluded)
@@ -170,7 +171,7 @@ def shards_of(logits, cuts):
 
 
 def mixed_rows(num_rows, device, **changes):
-    """Rows of many requests: half of them without noise, each with columns of its own."""
+    """Return rows of many requests: half of them without noise, each with its own columns."""
     index = torch.arange(num_rows)
     parameters = {
         "temperature": torch.where(index % 2 == 0, 0.0, 0.25 * (index % 7)).double(),
@@ -196,7 +197,7 @@ def awkward_logits(generator, num_columns=5000, dtype=torch.float32, device="cpu
 
 
 def exactly(logits, rows, score):
-    """Token, score and greedy column of each row by plain formulas in float64."""
+    """Return token, score and greedy column of each row by plain formulas in float64."""
     tokens, scores, greedy = [], [], []
     for row, values in enumerate(logits.double().cpu()):
         at = {
@@ -219,7 +220,7 @@ def exactly(logits, rows, score):
             if at["excluded"] >> i & 1:
                 kept[column] = -INF
         p = torch.softmax(kept / ((at["is_tempered"] and at["temperature"]) or 1.0), dim=0)
-        p = p.nan_to_num(0.0)  # of a row without a finite logit
+        p = p.nan_to_num(0.0)  # for a row without a finite logit
         is_empty = bool((p == 0).all())
         best = p.sort(descending=True).values
         tokens.append(token)
@@ -274,7 +275,7 @@ def test_more_columns_than_a_team_holds(generator, dtype, score):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [1e-12, 0.1, 1.0, 30.0])
 def test_noised_choice_among_equal_logits(generator, device, temperature):
-    """Where the noise alone decides, or hardly matters."""
+    """The noise alone decides, or hardly matters."""
     logits = torch.randint(0, 2, (20, 6001), generator=generator).float().to(device)
     rows = Rows(temperature, 9, 4, torch.arange(20, device=device))
     assert_found(candidates(logits, rows), exactly(logits, rows, "confidence"), device)
@@ -297,7 +298,7 @@ def test_merged_slices_equal_the_whole(generator, device, score, cuts, is_temper
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tiles_fill_a_record_one_after_another(generator, device):
-    """[R, V] never exists: a tile's logits may be overwritten once its record is made."""
+    """[R, V] never exists, because a tile's logits may be overwritten after its record is made."""
     logits = awkward_logits(generator, device=device)
     rows = mixed_rows(60, device)
     tile, width = torch.empty(60, 1024, device=device), 1024
@@ -331,7 +332,7 @@ def test_entropy_shares_of_slices_add_up(generator, device, is_tempered):
     ids=["margin", "entropy"],
 )
 def test_scores_of_calls_without_noise(generator, device, dtype, call, score, edges):
-    """Those of rows of nobody in particular: nothing, two equal ones, a certain one."""
+    """Rows with no finite logit, two equal best logits, and probability 1 are covered."""
     logits = random_logits(generator, 12, 5003, dtype, device)
     logits[:3] = -INF
     logits[1, [70, 4000]] = 40
@@ -345,7 +346,7 @@ def test_scores_of_calls_without_noise(generator, device, dtype, call, score, ed
 
 @pytest.mark.gpu
 def test_special_columns_far_above_the_rest(generator):
-    """Their maximum may leave nothing of the others in fp32; no NaN may come of it."""
+    """In fp32, their maximum may leave the other columns at 0, which must not give NaN."""
     logits = random_logits(generator, 4, 5000, torch.float32, "cuda")
     logits[:, 3] = 300
     for score in SCORES:
@@ -367,7 +368,7 @@ def test_numbers_of_the_kernel_are_those_of_the_reference():
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_draws_of_wide_rows_equal_float64(generator, temperature):
-    """Many rows, so that near ties of fp32 are among them."""
+    """There are many rows, so that some of them have near ties in fp32."""
     logits = random_logits(generator, 256, 126_464, torch.bfloat16, "cuda")
     positions = torch.arange(256, device="cuda")
     actual = candidates(logits, Rows(temperature, 2**63 + 11, 5, positions))
@@ -396,7 +397,7 @@ def test_bits_do_not_depend_on_neighbours_or_alignment(generator, dtype):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("num_columns", [10_001, 126_464, 400_003])
 def test_bits_do_not_depend_on_the_number_of_rows(generator, score, num_columns):
-    """Few rows are spread over more of the card, in several steps."""
+    """Few rows are spread over more multiprocessors, in several steps."""
     logits = random_logits(generator, 160, num_columns, torch.bfloat16, "cuda")
     index = torch.arange(160, device="cuda")
 
@@ -413,7 +414,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(generator, score, num_columns)
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [2, 32, 200])
 def test_draws_of_warps_that_tell_each_other_bounds_are_the_same(generator, num_rows):
-    """Who knows which bound when differs from launch to launch."""
+    """The time at which a warp receives another warp's bound differs from launch to launch."""
     logits = random_logits(generator, num_rows, 126_464, torch.bfloat16, "cuda")
     rows = Rows(0.7, 11, 2, torch.arange(num_rows, device="cuda"))
     wanted = candidates(logits, rows)
@@ -464,7 +465,7 @@ def test_kernel_runs_on_a_gpu_and_in_a_captured_graph(generator):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 200])
 def test_launches_that_overlap_wait_for_what_they_read(generator, num_rows):
-    """An epsilon takes two kernels a call; the second reads what the first has written."""
+    """A call with epsilon launches two kernels, and the second reads the output of the first."""
     rows = Rows(epsilon=1e-6)
     inputs = [random_logits(generator, num_rows, 126_464, torch.bfloat16, "cuda") for _ in range(6)]
     wanted = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_ops' kernels for experts: against float64, and beside the Triton kernels of gather_gemm."""
+"""fused_ops' kernels for experts match float64 and the Triton kernels of gather_gemm."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ from tests.native.support import (
 )
 from vllm_add_llada.cuda_kernels import fused_ops
 
-# Rows of each of 7 groups: one row, empty groups beside each other, all in one, on both sides of
-# every width that a tile can have, and more than a tile.
+# Rows of each of 7 groups: one row, adjacent empty groups, all rows in one group, both sides of
+# every width of a tile, and more than a tile.
 STREAMED = [
     [0, 0, 1, 0, 0, 0, 0],
     [1, 8, 9, 16, 17, 32, 33],
@@ -31,10 +31,10 @@ STREAMED = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", STREAMED, ids=str)
 @pytest.mark.parametrize("early", [False, True])
-# less than a tile of columns and fewer steps than stages; more tiles than multiprocessors
+# Less than a tile of columns with fewer steps than stages, and more tiles than multiprocessors.
 @pytest.mark.parametrize(("num_columns", "depth"), [(16, 64), (96, 192), (2048, 1024), (4112, 64)])
 def test_streams_against_float64(generator, sizes, early, num_columns, depth):
-    """The compiled product whatever the launch choice, of rows that lie apart in memory."""
+    """The compiled product matches float64 for every launch choice, with strided rows."""
     num_slots = sum(sizes)
     slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
     x = torch.randn(num_slots, depth + 8, generator=generator).bfloat16().cuda()[:, 8:]
@@ -50,10 +50,10 @@ def test_streams_against_float64(generator, sizes, early, num_columns, depth):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", STREAMED, ids=str)
-# less than a tile of columns; a part of a second one; those of a released model
+# Less than a tile of columns, a part of a second tile, and the sizes of a released model.
 @pytest.mark.parametrize(("width", "depth"), [(8, 64), (136, 192), (512, 2048)])
 def test_gated_streams_against_float64(generator, sizes, width, depth):
-    """Rows that lie apart in memory, each gathered for three groups; the same every time."""
+    """Strided rows are gathered for three groups each, with the same result every time."""
     num_chosen = 3
     sizes = [size * num_chosen for size in sizes]
     num_slots = sum(sizes)
@@ -72,7 +72,7 @@ def test_gated_streams_against_float64(generator, sizes, width, depth):
 
 
 def quantised(x):
-    """Rows as fp8, and what they stand for, in float64."""
+    """Return rows as fp8, and their values in float64."""
     rows = fused_ops.QuantisedRows(
         torch.empty(x.shape, dtype=fused_ops.FP8, device=x.device),
         torch.empty(len(x), device=x.device),
@@ -85,7 +85,7 @@ def quantised(x):
 @pytest.mark.parametrize("sizes", STREAMED, ids=str)
 @pytest.mark.parametrize(("width", "depth"), [(16, 128), (136, 384), (1024, 2048), (2048, 512)])
 def test_fp8_streams_against_float64(generator, sizes, width, depth):
-    """Both products of fp8, rows of all magnitudes and one of zeros."""
+    """Both fp8 products match float64, with rows of all magnitudes and one row of zeros."""
     num_chosen = 3
     sizes = [size * num_chosen for size in sizes]
     num_slots = sum(sizes)
@@ -122,7 +122,7 @@ def test_fp8_streams_against_float64(generator, sizes, width, depth):
 
 @pytest.mark.gpu
 def test_streams_are_rounded_as_the_reference_rounds(generator):
-    """bf16 with exact sums, so that only the rounding shows; many of 256 groups are empty."""
+    """bf16 inputs with exact sums show only the rounding. Many of the 256 groups are empty."""
     are_there = torch.rand(256, generator=generator) < 0.6
     sizes = torch.randint(0, 40, (256,), generator=generator).mul(are_there).tolist()
     num_slots, ends = sum(sizes), ends_of(sizes, "cuda")
@@ -131,7 +131,7 @@ def test_streams_are_rounded_as_the_reference_rounds(generator):
     weight = (torch.randint(-4, 5, (256, 64, 128), generator=generator) / 64).bfloat16().cuda()
     given = fused_ops.gated_gemm(x, slots, 1, weight, ends)
     wanted = reference.gated(reference.grouped_gemm(x[slots.long()], weight, ends))
-    # the two exponentials differ in their last bits, which a rounding may show
+    # Both exponentials differ in their last bits, which may change a rounding.
     torch.testing.assert_close(given, wanted, rtol=2**-7, atol=0)
     weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
     terms = fused_ops.weighted_gemm(x, weight, ends, slots, weights)
@@ -141,7 +141,7 @@ def test_streams_are_rounded_as_the_reference_rounds(generator):
 
 @pytest.mark.gpu
 def test_streams_without_weights_are_the_products(generator):
-    """256 experts of width 512, of which many have no rows; fp32 weights give the shape alone."""
+    """256 experts of width 512 are used, many without rows; fp32 weights only give the shape."""
     num_rows, num_chosen = 40, 8
     sizes = [0] * 256
     for expert in torch.randint(0, 256, (num_rows * num_chosen,), generator=generator).tolist():
@@ -167,7 +167,7 @@ def test_a_graph_of_the_streams_holds_for_any_routing(generator):
     weights = torch.rand(num_slots, 1, generator=generator).bfloat16().cuda()
     slots = torch.randperm(num_slots, generator=generator).to(torch.int32).cuda()
     ends = ends_of([40] * 8, "cuda")
-    torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
+    torch.cuda.synchronize()  # the kernel may read the weight before its writer has ended
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x = fused_ops.gated_gemm(rows, slots, 1, gates, ends)
@@ -186,7 +186,7 @@ GATE = torch.zeros(64, 512, dtype=torch.bfloat16)
 
 
 def test_without_a_kernel_they_refuse():
-    """`ops` asks the rooms first."""
+    """`ops` queries the packages before it calls them."""
     x, weight = torch.zeros(9, 512, dtype=torch.bfloat16), torch.zeros(2, 64, 512).bfloat16()
     assert not fused_ops.has_router(x, GATE) and not fused_ops.has_grouped_gemm(x, weight)
     with pytest.raises(ValueError, match=r"route_rows: no kernel for x torch.bfloat16 \[9, 512\]"):
@@ -233,9 +233,9 @@ def test_arguments_are_checked():
     ids=str,
 )
 def test_routers_agree_on_every_scoring(generator, num_rows, num_experts, num_chosen, scoring):
-    """The compiled kernel and Triton's, which sum the same parts in the same order.
+    """The compiled kernel and Triton's kernel sum the same parts in the same order.
 
-    Exact logits, many of them equal; a row of zeros, and one without numbers.
+    Logits are exact and many are equal. One row has zeros, and one has NaN.
     """
     x, gate = (
         matrix.cuda()
@@ -256,7 +256,7 @@ def test_routers_agree_on_every_scoring(generator, num_rows, num_experts, num_ch
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 32, 64])
 def test_a_router_as_of_llada2_against_float64(generator, num_rows):
-    """Any numbers: the experts are those of float64, but where ranks differ by rounding."""
+    """For any numbers, experts are those of float64 unless their ranks differ by rounding."""
     x = torch.randn(num_rows, 2048, generator=generator).bfloat16().cuda()
     gate = (torch.randn(128, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
     bias = (torch.randn(128, generator=generator) / 10).cuda()

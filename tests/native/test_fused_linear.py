@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_ops.fused_linear: against float64 with every tiling there is."""
+"""fused_ops.fused_linear matches float64 with every tiling."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 
 ERROR = 6e-3  # norm of the error over that of the result: fp32 sums, then one rounding to bf16
 
-# Every tiling of few rows, columns and depth that it divides, and of how many rows at most.
+# Every tiling for few rows: a number of columns and a depth that it divides, and its maximum rows.
 SKINNY = [
     (Tiling(96), 12288, 256, 64),
     (Tiling(64, split=2), 4096, 384, 192),
@@ -23,7 +23,7 @@ SKINNY = [
 SKINNY_ROWS = [1, 7, 16, 33, 64, 65, 100, 128, 150, 192]
 SKINNY_CASES = [(rows, *case) for *case, most in SKINNY for rows in SKINNY_ROWS if rows <= most]
 
-# Rows and columns of gated products in tiles of many rows, whole ones and such as are not full.
+# Rows and columns of gated products in tiles of many rows, some of which are partly filled.
 GATED = [(250, 24576), (384, 24576), (505, 24576), (1000, 24576), (512, 37888)]
 GATED_CASES = [
     *((Tiling(192), rows, 24576) for rows in SKINNY_ROWS if rows <= 128),
@@ -41,7 +41,7 @@ def test_fused_linear_against_float64(generator, num_rows, tiling, num_columns, 
     x = wide[:num_rows, :depth]
     weight = torch.randn(num_columns, depth, generator=generator).to("cuda", torch.bfloat16)
     bias = torch.randn(num_columns, generator=generator).to("cuda", torch.bfloat16)
-    torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
+    torch.cuda.synchronize()  # the kernel may read the weight before its writer has ended
     wanted = x.double() @ weight.double().t()
     torch.cuda.synchronize()
     room = torch.full((num_rows + 1, num_columns + 8), torch.nan, device="cuda").bfloat16()
@@ -56,7 +56,8 @@ def test_fused_linear_against_float64(generator, num_rows, tiling, num_columns, 
     fused_linear(x, weight, after, epilogue=Epilogue.RESIDUAL, **options)
     total = before.double() + wanted
     assert (after.double() - total).norm() <= ERROR * total.norm()
-    if has_fused_linear(x, weight):  # the same bits whatever the number of rows
+    # The bits of a row do not depend on the number of rows.
+    if has_fused_linear(x, weight):
         fewer = fused_linear(x[: (num_rows + 1) // 2], weight, **options)
         assert torch.equal(fewer, out[: len(fewer)])
 
@@ -75,9 +76,9 @@ def test_gated_linear_rounds_as_its_parts(generator, tiling, num_rows, num_colum
     width = num_columns // 2
     room = torch.full((num_rows + 1, width + 8), torch.nan, device="cuda").bfloat16()
     out = room[:num_rows, :width]
-    torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
+    torch.cuda.synchronize()  # the kernel may read the weight before its writer has ended
     assert fused_linear(x, weight, out, early=early, **options) is out
-    assert (out.double() - wanted).norm() <= 1e-3 * wanted.norm()  # a sum now and then rounds away
+    assert (out.double() - wanted).norm() <= 1e-3 * wanted.norm()  # some sums round differently
     assert room[num_rows:].isnan().all() and room[:, width:].isnan().all()
     crooked = torch.empty(num_rows, width + 3, device="cuda").bfloat16()[:, :width]
     fused_linear(x, weight, crooked, **options)
@@ -97,7 +98,7 @@ def test_a_tiling_without_a_kernel_is_refused(tiling, epilogue):
 
 @pytest.mark.gpu
 def test_fused_linear_in_a_captured_graph(generator):
-    """A chain of products, each started early, replayed over changed rows."""
+    """A chain of products, each started early, is replayed with changed rows."""
     tiling = Tiling(64, split=2)
     x = torch.randn(32, 4096, generator=generator).to("cuda", torch.bfloat16)
     weights = torch.randn(2, 4096, 4096, generator=generator).to("cuda", torch.bfloat16) / 64

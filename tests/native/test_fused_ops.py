@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_ops: the references against separate operations, the kernels against the references."""
+"""fused_ops: the references match separate operations, and the kernels match the references."""
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Two units in the last place of the model dtype: the sum of squares may be added in another order,
-# and the result is rounded twice.
+# Two units in the last place of the model dtype, because the sum of squares may be added in another
+# order, and the result is rounded twice.
 NORM_RTOL = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
-# Below a vector, odd, a head, a warp a row, Dream's, LLaDA's; more than a block's registers hold.
+# Less than a vector, odd, one head, one warp per row, Dream's and LLaDA's width, and more than the
+# registers of a block hold.
 WIDTHS = [1, 3, 33, 128, 768, 3584, 4096, 40_000]
 
 
@@ -24,7 +25,7 @@ def random(generator, *shape, dtype=torch.float32, device="cpu"):
 
 
 def exact_norm(x, weight, eps):
-    """In float64, rounded where the model rounds."""
+    """Return the norm in float64, rounded where the model rounds."""
     x64 = x.double()
     normed = x64 * torch.rsqrt(x64.pow(2).mean(dim=-1, keepdim=True) + eps)
     return (normed.to(x.dtype).double() * weight.double()).to(x.dtype)
@@ -44,7 +45,7 @@ def test_rms_norm(generator, device, dtype, width):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rms_norm_multiplies_after_the_cast(device):
-    """A weight applied in fp32 before the only cast gives other bits in bf16."""
+    """A weight applied in fp32 before the only cast would give other bits in bf16."""
     generator = torch.Generator().manual_seed(3)
     x = random(generator, 64, 512, dtype=torch.bfloat16, device=device)
     weight = random(generator, 512, dtype=torch.bfloat16, device=device)
@@ -52,7 +53,7 @@ def test_rms_norm_multiplies_after_the_cast(device):
     cast_once = (x.double() * scale * weight.double()).bfloat16()
     out = fused_ops.rms_norm(x, weight, 1e-6)
     wanted = exact_norm(x, weight, 1e-6)
-    assert (out != wanted).float().mean() < 1e-3  # ties of rounding
+    assert (out != wanted).float().mean() < 1e-3  # only ties of rounding differ
     assert (out != cast_once).float().mean() > 0.05
 
 
@@ -75,7 +76,7 @@ def frequencies(rotary_dim, device="cpu", theta=500_000):
     return 1.0 / theta ** (exponents / rotary_dim)
 
 
-# Zero, small ones, and those whose angles cosf and sinf must reduce with all digits of pi.
+# Zero, small ones, and positions whose angles cosf and sinf must reduce with all digits of pi.
 POSITIONS = [0, 1, 2, 31, 4_095, 105_614, 105_616, 1_048_573, 2_097_151, 2_097_152]
 
 
@@ -84,14 +85,14 @@ POSITIONS = [0, 1, 2, 31, 4_095, 105_614, 105_616, 1_048_573, 2_097_151, 2_097_1
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("rotary_dim", [2, 20, 128, 1_000])
 def test_rotary_tables(device, dtype, position_dtype, rotary_dim):
-    """The functions in float64 of the angle in fp32, whose rounding is a part of the definition."""
+    """The definition is a float64 function of the fp32 angle, including its rounding."""
     positions = torch.tensor(POSITIONS, dtype=position_dtype, device=device)
     inverse = frequencies(rotary_dim, device)
     shape = len(positions), rotary_dim + 8
     cos, sin = torch.full((2, *shape), 7.0, dtype=dtype, device=device).unbind()
     fused_ops.rotary_tables(positions, inverse, cos[:, :rotary_dim], sin[:, :rotary_dim])
     angles = (positions[:, None].float() * inverse).double()
-    # Two units in the last place of fp32, and the rounding to the table's dtype.
+    # Two units in the last place of fp32, and the rounding to the dtype of the table.
     atol = 2.5e-7 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     for table, exact in ((cos, angles.cos()), (sin, angles.sin())):
         lower, upper, beside = table.split((rotary_dim // 2, rotary_dim // 2, 8), dim=1)
@@ -116,7 +117,7 @@ def test_rotary_tables_have_the_bits_of_pytorch(generator, dtype, rotary_dim):
 
 
 def rotated(heads, cos, sin):
-    """The rotation written out, one operation after the other."""
+    """Return rotated heads, one operation after the other."""
     half = cos.shape[-1] // 2
     lower, upper = heads[..., :half], heads[..., half : 2 * half]
     if cos.dtype == torch.float32:
@@ -155,20 +156,20 @@ def test_rotary(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_full_precision", [True, False])
 @pytest.mark.parametrize(
-    "shape",  # tokens, heads, key/value heads, width of a head, and of what turns
+    "shape",  # tokens, heads, key/value heads, width of a head, and width that is rotated
     [
         (700, 4, 2, 64, 64),  # many tokens; the last threads have fewer heads than the others
         (600, 2, 1, 128, 128),
         (9, 28, 4, 128, 128),
-        (5, 16, 16, 128, 64),  # part of a head turns
+        (5, 16, 16, 128, 64),  # a part of each head is rotated
         (600, 3, 1, 128, 64),
-        (5, 3, 2, 96, 96),  # a head's threads are no power of two
+        (5, 3, 2, 96, 96),  # the threads of a head are no power of two
         (5, 3, 2, 18, 18),  # no vectors
         (3, 2, 0, 64, 64),
     ],
 )
 def test_norm_rotary(generator, device, dtype, is_full_precision, shape):
-    """Against the norm in float64, rounded as `rms_norm` does, and the rotation after it."""
+    """The result is the norm in float64, rounded as `rms_norm` rounds, and then the rotation."""
     num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim = shape
     all_heads = num_heads + 2 * num_kv_heads
     fused = random(generator, num_tokens, all_heads, head_dim, dtype=dtype, device=device)
@@ -183,18 +184,18 @@ def test_norm_rotary(generator, device, dtype, is_full_precision, shape):
         for heads, weight in zip((q, k), weights, strict=True)
     ]
     fused_ops.norm_rotary(q, k, *weights, 1e-5, cos, sin)
-    # A sum of two products may lose digits, so the error is one of the larger product.
+    # A sum of two products may lose digits, so the bound is relative to the larger product.
     rtol = NORM_RTOL[dtype]
     for heads, exact in zip((q, k), wanted, strict=True):
         torch.testing.assert_close(heads, exact, rtol=rtol, atol=4 * rtol)
-        if dtype != torch.float32 and heads.numel():  # most are rounded to the same number
+        if dtype != torch.float32 and heads.numel():  # most results round to the same number
             assert (heads != exact).float().mean() < 5e-3
     assert torch.equal(v, values)
 
 
 @pytest.mark.gpu
 def test_a_row_does_not_depend_on_the_others(generator):
-    """Few and many rows are launched differently; the bits of a row stay."""
+    """Few and many rows use different launches, but each row has the same bits."""
     x = random(generator, 3000, 4096, dtype=torch.bfloat16, device="cuda")
     weight = random(generator, 4096, dtype=torch.bfloat16, device="cuda")
     cos, sin = torch.randn(2, 3000, 128, device="cuda").unbind()
@@ -235,11 +236,11 @@ def test_store_keys_values(generator, device, dtype, slot_dtype, num_heads, head
     shape = num_rows, num_queries + 2 * num_heads, head_dim
     fused = random(generator, *shape, dtype=dtype, device=device)
     _, k, v = fused.split((num_queries, num_heads, num_heads), dim=1)
-    # The caches are a layer of a pool, with other columns beside them.
+    # The caches are a layer of a pool with other columns next to them.
     pool = random(generator, 2, num_slots, num_heads, head_dim + 8, dtype=dtype, device=device)
     k_cache, v_cache = pool[..., :head_dim].unbind()
     slots = torch.randperm(num_slots, generator=generator)[:num_rows]
-    slots[[2, 5]] = torch.tensor([-1, num_slots])  # left out
+    slots[[2, 5]] = torch.tensor([-1, num_slots])  # not stored
     wanted = pool.clone()
     for row, slot in enumerate(slots.tolist()):
         if 0 <= slot < num_slots:
@@ -256,24 +257,24 @@ def test_store_keys_values(generator, device, dtype, slot_dtype, num_heads, head
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
     [
-        (16, 4, 128, 64),  # what does not turn is kept, too
+        (16, 4, 128, 64),  # channels that are not rotated are stored, too
         (4, 4, 128, 128),
         (0, 2, 64, 64),  # no queries
-        (3, 2, 96, 96),  # a head's threads are no power of two
+        (3, 2, 96, 96),  # the threads of a head are no power of two
         (3, 2, 18, 18),  # no vectors
     ],
 )
 def test_rotation_keeps_keys_and_values(
     generator, device, dtype, has_norm, num_kept, num_heads, num_kv_heads, head_dim, rotary_dim
 ):
-    """The bits of two operations one after the other, of the last rows; in caches with a gap."""
+    """The last rows have the bits of two separate operations, in caches with gaps."""
     shape = (13, num_heads + 2 * num_kv_heads, head_dim)
     fused = random(generator, *shape, dtype=dtype, device=device)
     pool = random(generator, 2, 17, num_kv_heads, head_dim + 8, dtype=dtype, device=device)
     angles = random(generator, 13, rotary_dim, device=device)
     gains = [random(generator, head_dim, dtype=dtype, device=device) for _ in range(2)]
     slots = torch.randperm(17, generator=generator)[:num_kept]
-    slots[2:4] = torch.tensor([-1, 17])[: len(slots[2:4])]  # left out
+    slots[2:4] = torch.tensor([-1, 17])[: len(slots[2:4])]  # not stored
     slots = slots.to(device)
     results = []
     for is_apart in (True, False):
@@ -296,7 +297,7 @@ def test_rotation_keeps_keys_and_values(
 
 @pytest.mark.gpu
 def test_rotation_keeps_many_rows(generator):
-    """As a step of many windows: other threads than those of few rows."""
+    """A step of many windows uses another launch than a step of few rows."""
     fused = random(generator, 2000, 24, 128, dtype=torch.bfloat16, device="cuda")
     pool = torch.zeros(2, 4096, 4, 128, dtype=torch.bfloat16, device="cuda")
     angles = random(generator, 2000, 64, device="cuda")
@@ -316,7 +317,7 @@ MASK = 99
 
 @pytest.mark.gpu
 def test_a_captured_step_follows_its_inputs(generator):
-    """All operations in one CUDA graph, in which each waits for the one before."""
+    """All operations run in one CUDA graph, in which each waits for the previous one."""
     x = random(generator, 48, 4096, dtype=torch.bfloat16, device="cuda")
     residual = random(generator, 48, 4096, dtype=torch.bfloat16, device="cuda")
     weight = random(generator, 4096, dtype=torch.bfloat16, device="cuda")
@@ -353,10 +354,10 @@ def test_a_captured_step_follows_its_inputs(generator):
 
 @pytest.mark.gpu
 def test_overlapping_kernels_wait_for_each_other(generator):
-    """A captured chain, in which each kernel needs all of the one before, time after time.
+    """In a captured chain, each kernel needs the whole output of the previous kernel.
 
-    A kernel that starts early and does not wait reads or overwrites what is not finished: then
-    some result differs from that of the same calls with the device at rest between them.
+    A kernel that starts early and does not wait would read or overwrite unfinished data. Its result
+    would then differ from that of the same calls with the device idle in between.
     """
     num_rows, width, num_layers = 48, 4096, 6
     to_qkv, back = Tiling(96, split=2), Tiling(64, split=2)
@@ -372,7 +373,7 @@ def test_overlapping_kernels_wait_for_each_other(generator):
     caches = torch.empty(num_layers, 2, num_rows, 8, 128, dtype=torch.bfloat16, device="cuda")
     normed, gated = torch.empty_like(x), torch.empty(num_rows, 3072, device="cuda").bfloat16()
     fused = torch.empty(num_rows, 6144, dtype=torch.bfloat16, device="cuda")
-    after = torch.empty_like(x)  # the buffers are those of every layer
+    after = torch.empty_like(x)  # all layers share these buffers
 
     def chain(rest):
         def run(operation, *arguments, **options):
@@ -443,7 +444,7 @@ def test_kernels_run_on_a_gpu(generator, monkeypatch):
     assert fused_ops.is_built()
     names = ("rms_norm", "apply_rotary", "norm_rotary", "silu_mul")
     for name in (*names, "rotary_tables", "store_keys_values"):
-        monkeypatch.delattr(reference, name)  # the kernels must not need them
+        monkeypatch.delattr(reference, name)  # the kernels must not depend on them
     x = random(generator, 5, 64, device="cuda")
     weight, heads = torch.ones(64, device="cuda"), x.view(5, 2, 32)
     fused_ops.rms_norm(x, weight, 1e-6)

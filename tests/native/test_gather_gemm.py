@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_gemm: against float64, on a GPU and under Triton's interpreter."""
+"""gather_gemm matches float64, on a GPU and under Triton's interpreter."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_arguments_are_checked(changes, message):
 
 
 def softmax_of(logits, columns=(), forbidden=0, excluded=0):
-    """Maximum, lowest column, sum of exp and probability of the best column, in float64."""
+    """Return maximum, lowest column, sum of exp and best probability, in float64."""
     hidden = torch.zeros(2, *logits.shape, dtype=torch.bool, device=logits.device)
     for number, mask in enumerate((forbidden, excluded)):
         for row in range(len(logits)):
@@ -115,7 +115,7 @@ def test_top_of_rows_that_say_nothing(device):
 
 @pytest.mark.gpu
 def test_rows_of_a_top_do_not_depend_on_each_other(generator):
-    """Alone, and in a batch that takes the same tile."""
+    """A row has the same bits alone and in a batch that uses the same tile."""
     x = torch.randn(32, 512, generator=generator).to("cuda", torch.bfloat16)
     weight = torch.randn(1000, 512, generator=generator).to("cuda", torch.bfloat16)
     whole = gather_top(x, None, weight)

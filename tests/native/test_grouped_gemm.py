@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products: against float64, on a GPU and under Triton's interpreter."""
+"""Grouped products match float64, on a GPU and under Triton's interpreter."""
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ from tests.native.support import ERROR, check_experts, ends_of, gated_wanted, re
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Slots of each expert for rows of 2 experts: one row, empty experts, all rows with two experts.
+# Slots of each expert for rows with 2 experts: one row, empty experts, and all rows on two experts.
 SLOTS = [[1, 0, 1], [0, 9, 0, 3, 5, 1], [70, 0, 70]]
 
 
-# 7 and 5: neither fills a tile, nor whole 16 bytes; 64 and 136: more than a tile, in whole bytes.
+# 7 and 5 fill no tile and no vector of 16 bytes. 64 and 136 exceed a tile and are whole vectors.
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(ERROR))
 @pytest.mark.parametrize("sizes", SLOTS)
@@ -38,7 +38,7 @@ def test_experts_against_float64(generator, device, dtype, sizes, width, depth):
 @pytest.mark.parametrize("num_slots", [8, 64, 500, 1000, 3000, 12000, 20000])
 @pytest.mark.parametrize("is_even", [True, False])
 def test_every_tile_against_float64(generator, num_slots, is_even):
-    """Numbers of rows on both sides of each launch choice; even groups, or one with most rows."""
+    """Row counts are on both sides of each launch choice, in even groups or mostly in one."""
     num_groups, depth, width = 64, 256, 192
     shares = torch.rand(num_groups, generator=generator) + (10 if is_even else 0)
     if not is_even:
@@ -52,7 +52,7 @@ def test_every_tile_against_float64(generator, num_slots, is_even):
 @pytest.mark.gpu
 @pytest.mark.skipif(not is_built(), reason="Triton is not installed")
 def test_results_are_rounded_as_the_reference_rounds(generator):
-    """bf16 with exact sums: whatever is summed in any order, so that only the rounding shows."""
+    """bf16 inputs have exact sums in any order, so that only the rounding shows."""
     sizes, device = [3, 0, 14, 1], "cuda"
     x = torch.randint(-4, 5, (9, 64), generator=generator).bfloat16().to(device)
     w1 = (torch.randint(-4, 5, (4, 96, 64), generator=generator) / 64).bfloat16().to(device)
@@ -62,7 +62,7 @@ def test_results_are_rounded_as_the_reference_rounds(generator):
     ends = ends_of(sizes, device)
     inner = gated_gemm(x, slots, 2, w1, ends)
     gate_up = reference.grouped_gemm(x[slots // 2], w1, ends)
-    # the two exponentials differ in their last bits, which a rounding may show
+    # Both exponentials differ in their last bits, which may change a rounding.
     torch.testing.assert_close(inner, reference.gated(gate_up), rtol=2**-7, atol=0)
     whole = torch.randint(-4, 5, (18, 48), generator=generator).bfloat16().to(device)
     terms = weighted_gemm(whole, w2, ends, slots, weights)
@@ -72,7 +72,7 @@ def test_results_are_rounded_as_the_reference_rounds(generator):
 
 @pytest.mark.gpu
 def test_a_graph_holds_for_any_routing(generator):
-    """Launched from shapes alone: a captured graph serves other groups than those it saw."""
+    """Launches depend on shapes alone, so that a captured graph serves any groups."""
     device, num_rows = "cuda", 40
     x = torch.randn(num_rows, 64, generator=generator).bfloat16().to(device)
     w1 = torch.randn(8, 64, 64, generator=generator).bfloat16().to(device)
@@ -93,9 +93,9 @@ def test_a_graph_holds_for_any_routing(generator):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [3, 32, 200])
 def test_layers_in_a_graph_read_their_own_routing(generator, num_rows):
-    """Kernels start before those ahead have ended; replays equal the layers one by one.
+    """Kernels start before earlier kernels have ended, and replays equal the layers one by one.
 
-    Each layer has another routing, in memory that the layer before used.
+    Each layer has another routing, in memory that the previous layer used.
     """
     width, num_experts, num_chosen, num_layers = 512, 64, 8, 4
     shapes = ((num_experts, width), (num_experts, 2 * width, width), (num_experts, width, width))
@@ -154,7 +154,7 @@ def test_the_launch_has_a_tile_for_any_split(generator, num_rows, tile_rows):
         ).tolist()
         for _ in range(50)
     ]
-    if num_rows >= num_groups:  # the split that needs most: one row in all groups but one
+    if num_rows >= num_groups:  # the most tiles: one row in every group but one
         splits.append([1] * (num_groups - 1) + [num_rows - num_groups + 1])
     worst = max(sum(-(-size // tile_rows) for size in split) for split in splits)
     assert worst <= max_tiles(num_rows, num_groups, tile_rows) <= worst + num_groups

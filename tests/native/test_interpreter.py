@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels themselves on CPU tensors: one file, so that one process runs all programs."""
+"""Triton kernels run on CPU tensors. All tests are here, so that one process runs all programs."""
 
 import pytest
 

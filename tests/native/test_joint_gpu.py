@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of joint choices choose what the host does."""
+"""The kernels of joint choices give the same choices as the host."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_ops.fused_linear_packed: against float64 with every tiling and kind of numbers there is."""
+"""fused_ops.fused_linear_packed matches float64 with every tiling and number format."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     unpack,
 )
 
-ERROR = 4e-3  # norm of the error over that of the result: fp32 sums, a rounding or two to bf16
-TABLE_ERROR = 6e-3  # and entries of the table rounded to bf16
+ERROR = 4e-3  # norm of the error over that of the result: fp32 sums, one or two roundings to bf16
+TABLE_ERROR = 6e-3  # the same with entries of the table rounded to bf16
 TABLE = [*(-(2.0 - 0.1 * i) for i in range(4)), *(1.0 + 0.1 * i for i in range(4))] * 2
 TILINGS = [
     (Tiling(192), 384, 256),
@@ -34,7 +34,7 @@ ROWS = [1, 7, 16, 33, 64, 65, 150, 300]
 
 
 def case(generator, num_columns, depth, group, is_table):
-    """A weight on the GPU and what it means, fp64; with zero groups and scales far apart."""
+    """Return a weight on the GPU and its fp64 values, with zero groups and very uneven scales."""
     size = (num_columns, depth // group)
     scales = torch.rand(size, generator=generator) * 10.0 ** torch.randint(
         -3, 3, size, generator=generator
@@ -47,7 +47,7 @@ def case(generator, num_columns, depth, group, is_table):
     weight = Packed(values, scales, None if is_table else zeros, table)
     meant = torch.empty(num_columns, depth, device="cuda")
     unpack(weight, meant)
-    torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
+    torch.cuda.synchronize()  # the kernel may read the weight before its writer has ended
     return weight, meant.double()
 
 
@@ -83,7 +83,7 @@ def test_against_float64(generator, num_rows, tiling, num_columns, depth, group,
     assert_near(half, functional.silu(gate) * up, 3 * error)
     fewer = torch.empty_like(out[: (num_rows + 1) // 2])
     fused_linear_packed(x[: len(fewer)], weight, fewer, tiling=tiling, look_up=look_up)
-    assert torch.equal(fewer, out[: len(fewer)])  # the same bits whatever the number of rows
+    assert torch.equal(fewer, out[: len(fewer)])  # bits do not depend on the number of rows
 
 
 def test_a_cpu_has_none():

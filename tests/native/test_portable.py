@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products for every card: against float64, ragged, in every dtype, and every size of groups."""
+"""Products for all GPUs match float64, in every dtype, ragged, and for all sizes of groups."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4}  # one rounding of fp32 sums
 ROWS = [1, 7, 32, 33, 64, 65, 130, 256]
-WIDE = 6160  # columns of so many tiles that those of 256 rows are not cut into many parts
+WIDE = 6160  # columns, with so many tiles that 256 rows are not split into many parts
 SHAPES = [(16, 8), (48, 136), (4096, 4096), (2064, 1024), (WIDE, 520)]  # columns, depth
 
 
@@ -50,7 +50,7 @@ def test_plain_products(generator, num_rows, num_columns, depth, dtype):
     wanted = x.double() @ weight.double().t()
     room = torch.full((num_rows + 1, num_columns + 8), torch.nan, device="cuda", dtype=dtype)
     out = room[:num_rows, :num_columns]
-    for _ in range(2):  # the workspace is left as it was
+    for _ in range(2):  # a call leaves the workspace unchanged
         fused_linear(x, weight, out, tiling=PORTABLE)
         assert_close(out, wanted, dtype)
     assert room[num_rows:].isnan().all() and room[:, num_columns:].isnan().all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 rows and their products: against float64, and kernels against the references."""
+"""fp8 rows and their products match float64, and kernels match the references."""
 
 import pytest
 import torch
@@ -28,9 +28,9 @@ DEVICES = [
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
 ERROR = 8e-3  # norm of the error over that of the result: sums of the tensor cores, bf16
-STEP = 2**-4  # of e4m3: half a step of three bits, relative to the number
+STEP = 2**-4  # half a step of e4m3 with its three bits, relative to the number
 ONES, WEIGHT = torch.ones(16), torch.zeros(16, 16).to(FP8)
-TINY = 2**-10  # half a step of numbers below 2^-6, relative to the largest over 448
+TINY = 2**-10  # half a step of numbers below 2^-6, relative to the largest number over 448
 
 
 def empty_rows(num_rows, width, device, fixed=None):
@@ -44,7 +44,7 @@ def meant(rows):
 
 
 def assert_close_to(rows, wanted, rounding=0.0):
-    """Every number within half a step of the format, and what the dtype before rounds."""
+    """Check that numbers are within half a step of the format and the input's rounding."""
     wanted = wanted.double()
     largest = wanted.abs().amax(dim=1, keepdim=True)
     room = (STEP + rounding) * wanted.abs() + TINY * 1.01 * largest / 448 + 1e-33
@@ -157,7 +157,7 @@ def test_many_rows_are_added(generator, device, dtype, num_rows):
     add_linear_fp8(x, weight, scales, out)
     wanted = before.double() + wanted
     assert (out.double() - wanted).norm() <= ERROR * wanted.norm()
-    part = x.values[:, 128:].contiguous()  # some features, as a head group has them
+    part = x.values[:, 128:].contiguous()  # some features, as in a head group
     out = before.clone()
     add_linear_fp8(x._replace(values=part), weight[:, 128:], scales, out)
     wanted = before.double() + meant(x)[:, 128:] @ (weight[:, 128:].double() * scales[:, None]).t()
@@ -185,7 +185,7 @@ def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, dept
     bias = numbers(generator, num_columns, device="cuda", dtype=torch.bfloat16)
     room = torch.full((num_rows + 1, num_columns + 8), torch.nan, device="cuda").bfloat16()
     out = room[:num_rows, :num_columns]
-    torch.cuda.synchronize()  # the kernel may read the weight before the one that writes it ends
+    torch.cuda.synchronize()  # the kernel may read the weight before its writer has ended
     fused_linear_fp8(x, weight, scales, out, **options)
     assert (out.double() - wanted).norm() <= ERROR * wanted.norm()
     assert room[num_rows:].isnan().all() and room[:, num_columns:].isnan().all()
@@ -193,14 +193,14 @@ def test_few_rows_against_float64(generator, num_rows, tiling, num_columns, dept
     total = after.double() + wanted + bias.double()
     fused_linear_fp8(x, weight, scales, after, bias=bias, epilogue=Epilogue.RESIDUAL, **options)
     assert (after.double() - total).norm() <= ERROR * total.norm()
-    half = min((num_rows + 1) // 2, 64)  # the same bits whatever the number of rows
+    half = min((num_rows + 1) // 2, 64)  # bits do not depend on the number of rows
     fewer = torch.empty_like(out[:half])
     few = QuantisedRows(x.values[:half], x.scales[:half])
     fused_linear_fp8(few, weight, scales, fewer, **options)
     assert torch.equal(fewer, out[:half])
 
 
-# Few rows in the tile for them; any number of rows and columns in those of many.
+# The tiles for few rows, then tiles for many rows with any number of rows and columns.
 GATED = [
     *((Tiling(192), rows, 24576) for rows in (1, 16, 33, 64)),
     *((Tiling(96), rows, 12288) for rows in (1, 16, 33, 64)),
@@ -229,7 +229,7 @@ def test_gated_rows_against_float64(generator, tiling, num_rows, num_columns):
     fused_linear_fp8(x, weight, scales, out, **options)
     assert (out.double() - wanted).norm() <= 2 * ERROR * wanted.norm()
     assert room[num_rows:].isnan().all() and room[:, width:].isnan().all()
-    half = (num_rows + 1) // 2  # the same bits whatever the number of rows
+    half = (num_rows + 1) // 2  # bits do not depend on the number of rows
     few, fewer = QuantisedRows(x.values[:half], x.scales[:half]), torch.empty_like(out[:half])
     fused_linear_fp8(few, weight, scales, fewer, **options)
     assert torch.equal(fewer, out[:half])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all native rooms promise: imports, names, and the build."""
+"""Properties that all native packages have in common: imports, names, and the build."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ import pytest
 from tests.programs import ROOT, add_program, run, run_python
 
 ROOMS = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
-ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # as users put them
+ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # folders on the path
 EXTENSIONS = {
     "flash_sample": "flash_sample._flash_sample",
     "vllm_add_llada": "vllm_add_llada.cuda_kernels.fused_ops._fused_ops",
@@ -56,7 +56,7 @@ def documented_import_check():
 
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_the_documented_import_check(is_fresh, tmp_path):
-    """In this checkout, and in one where nothing is compiled."""
+    """The check works in this checkout, and in one where nothing is compiled."""
     folder = ROOT
     if is_fresh:
         folder = tmp_path
@@ -111,7 +111,7 @@ def test_rooms_are_typed(room):
 
 @pytest.mark.parametrize("room", ["flash_sample", "vllm_add_llada"])
 def test_launches_name_what_the_module_takes(room):
-    """The compiled functions list their keywords in the first line of their documentation."""
+    """The first line of a compiled function's documentation has its keywords."""
     try:
         module = importlib.import_module(EXTENSIONS[room])
     except ModuleNotFoundError:
@@ -129,7 +129,7 @@ def test_launches_name_what_the_module_takes(room):
         taken = set(re.findall(r"(\w+): ", getattr(module, name).__doc__.splitlines()[0]))
         for call in calls:
             given = {keyword.arg for keyword in call.keywords}
-            is_whole = None not in given  # no **
+            is_whole = None not in given  # the call has no **
             given = (given | {"device", "stream"}) - {None}
             assert given == taken if is_whole else given <= taken, name
 
@@ -146,7 +146,7 @@ def run_setup(folder, **environment):
     ids=lambda path: path.stem,
 )
 def test_code_for_one_target_leaves_no_warnings_on_others(source, tmp_path):
-    """What a target does not compile must not leave names behind that nothing uses."""
+    """Code that a target omits must leave no unused names behind."""
     flags = ["-std=c++17", "-Werror=all-warnings", f"-I{ROOT}", "-arch=compute_80", "-ptx"]
     result = run("nvcc", *flags, source, "-o", tmp_path / "ptx")
     assert result.returncode == 0, result.stderr
@@ -157,7 +157,7 @@ def test_missing_compiler_is_one_line(folder, tmp_path):
     pytest.importorskip("setuptools")
     result = run_setup(folder, CUDA_HOME=str(tmp_path))
     assert result.returncode != 0
-    message = result.stderr.strip().splitlines()[-1]  # setuptools may warn of other things first
+    message = result.stderr.strip().splitlines()[-1]  # setuptools may print warnings first
     assert "nvcc not found" in message and "CUDA_HOME" in message
     assert result.stderr.count("nvcc") == 1 and "Traceback" not in result.stderr
 
@@ -171,7 +171,7 @@ def test_rooms_can_be_left_out(tmp_path):
     assert one_left.stderr.strip().splitlines()[-1].startswith("vmm_allocator: nvcc not found")
 
 
-# In place of nvcc: notes what it is asked for, and "compiles" by copying.
+# This replaces nvcc: it records its arguments and "compiles" by copying.
 COMPILER = """
 import os, pathlib, re, sys
 words = sys.argv[1:]
@@ -198,7 +198,7 @@ pathlib.Path(words[words.index("-MF") + 1]).write_text(f"{made}: {' '.join(neede
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with a room of two sources and a header; `build()` gives what was compiled."""
+    """Make a package of two sources and a header; `build()` returns the files it compiled."""
     pytest.importorskip("setuptools")
     pytest.importorskip("pybind11")
     if not (Path(sys.executable).with_name("ninja").exists() or shutil.which("ninja")):
@@ -216,7 +216,7 @@ def checkout(tmp_path):
     log = tmp_path / "log"
     environment = {"CUDA_HOME": str(tmp_path / "cuda"), "LOG": str(log)}
     environment |= {"BUILD_FLASH_SAMPLE": "0", "BUILD_VLLM_ADD_LLADA": "0"}
-    environment |= {"CCACHE_DISABLE": "1"}  # it would call the compiler more often
+    environment |= {"CCACHE_DISABLE": "1"}  # ccache would call the compiler more often
 
     def build(folder=".", **changes):
         log.write_text("")
@@ -239,8 +239,8 @@ def test_only_what_is_out_of_date_is_made_again(checkout, folder):
     assert made == ["arena.cpp", "driver.cpp", "link"]
     assert build(folder)[1] == []
     (root / "vmm_allocator" / "arena.h").write_text("// 2\n")
-    assert build(folder)[1] == ["arena.cpp", "link"]  # the header's dependents alone
-    assert build(folder, NATIVE_CUDA_ARCHS="90")[1] == []  # of device code only
+    assert build(folder)[1] == ["arena.cpp", "link"]  # only files that include the header
+    assert build(folder, NATIVE_CUDA_ARCHS="90")[1] == []  # the variable only affects device code
     (root / "vmm_allocator" / "driver.cpp").write_text("// changed\n")
     assert build(folder)[1] == ["driver.cpp", "link"]
     assert "// changed" in module_of(root).read_text()
@@ -255,7 +255,7 @@ def test_only_what_is_out_of_date_is_made_again(checkout, folder):
     [
         ("9.0\n9.0\n", ["90a"]),
         ("8.6\n", ["80"]),
-        ("8.9\n", ["80", "90a"]),  # which this compiler does not know
+        ("8.9\n", ["80", "90a"]),  # this compiler does not support 8.9
         ("13.7\n", ["80", "90a"]),
         ("", ["80", "90a"]),
     ],

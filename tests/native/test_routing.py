@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of experts, the order of rows, and the sum of terms, with and without kernels."""
+"""The choice of experts, the order of rows, and sums of terms, with and without kernels."""
 
 import math
 from itertools import pairwise
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def defined_routing(logits, num_chosen, bias, scoring):
-    """The experts of one row, ascending, and their weights, in Python's float64."""
+    """Return the experts of one row, ascending, and their weights, in Python's float64."""
     peak = max(logits)
     if scoring.is_sigmoid:
         scores = [1.0 / (1.0 + math.exp(-g)) if g > -math.inf else 0.0 for g in logits]
@@ -75,7 +75,7 @@ def test_against_the_definition(
     rows = routing.slots // num_chosen
     for start, end in pairwise([0, *routing.ends.tolist()]):
         assert (rows[start:end].diff() > 0).all()
-    # ascending experts; each is better than those not chosen, up to rounding in fp32
+    # Experts ascend, and each is better than the others up to fp32 rounding.
     experts = experts_of(routing, num_rows, num_chosen)
     assert (experts.diff(dim=1) > 0).all()
     others = scores.scatter(1, experts, -torch.inf).amax(dim=1)
@@ -101,7 +101,7 @@ def test_every_scoring_against_its_definition(
     experts = experts_of(routing, num_rows, num_chosen).tolist()
     for row, values in enumerate(logits.tolist()):
         wanted, weights = defined_routing(values, num_chosen, bias.tolist(), scoring)
-        if not is_awkward or scoring.is_sigmoid:  # probabilities of equals differ by rounding
+        if not is_awkward or scoring.is_sigmoid:  # softmax of equal logits differs by rounding
             assert experts[row] == wanted
         if experts[row] == wanted:
             given = routing.weights[row].double().cpu()
@@ -110,7 +110,7 @@ def test_every_scoring_against_its_definition(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_and_weights_may_stay_fp32(generator, device):
-    """Two logits that bf16 does not tell apart, and a weight that it rounds."""
+    """Two logits are equal in bf16, and a weight is rounded by bf16."""
     x = torch.ones(1, 2, dtype=torch.bfloat16, device=device)
     gate = torch.tensor([[1.0, 0.0], [1.0, 2**-10], [-9.0, 0.0]], device=device).bfloat16()
     rounded = route_rows(x, gate, 1, scoring=Scoring(is_sigmoid=True))
@@ -128,7 +128,7 @@ def test_logits_and_weights_may_stay_fp32(generator, device):
 def test_kernels_against_the_reference(
     generator, num_rows, has_bias, num_experts, num_chosen, scoring
 ):
-    """Of one block and of many, and more slots than an expert's program sorts at once."""
+    """The kernel runs in one block and in many, with more slots than one program sorts at once."""
     logits = torch.randn(num_rows, num_experts, generator=generator).bfloat16().cuda()
     bias = torch.rand(num_experts, generator=generator).cuda() if has_bias else None
     check_routing(logits, num_chosen, bias, scoring)
@@ -136,14 +136,14 @@ def test_kernels_against_the_reference(
 
 @pytest.mark.gpu
 def test_all_rows_may_go_to_the_same_experts():
-    """Of 3,000 rows and 256 experts: the first 8, and the last 8."""
+    """3,000 rows choose the first 8 of 256 experts, and then the last 8."""
     logits = torch.zeros(3000, 256, device="cuda")
     check_routing(logits, 8, None)
     logits[:, -8:] = 1.0
     check_routing(logits, 8, None)
 
 
-# Numbers of rows and experts, depths; then every way to choose.
+# Numbers of rows and experts, and depths; then every way to choose.
 ROW_CASES = [
     *((*size, depth, SOFTMAX) for size in SIZES for depth in DEPTHS),
     *((rows, num, chosen, 600, how) for rows in (1, 33, 300) for num, chosen, how in SCORINGS),
@@ -165,14 +165,14 @@ def test_rows_go_where_their_logits_send_them(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 16, 32, 33, 255, 256, 257, 2000])
 def test_scores_of_any_numbers_are_rounded_once(generator, num_rows):
-    """Against float64: sums in fp32, then one rounding to the dtype."""
+    """Scores are fp32 sums with one rounding to the dtype, compared with float64."""
     x = torch.randn(num_rows, 2048, generator=generator).bfloat16().cuda()
     gate = (torch.randn(64, 2048, generator=generator) / 2048**0.5).bfloat16().cuda()
     probabilities = (x.double() @ gate.double().t()).softmax(-1)
     routing = route_rows(x, gate, 8)
     experts = experts_of(routing, num_rows, 8)
     assert (experts.diff(dim=1) > 0).all()
-    # a logit below 8 is rounded by at most 2**-6, and its probability by that share
+    # A logit below 8 is rounded by at most 2**-6, and its probability by the same share.
     wanted = probabilities.gather(1, experts)
     torch.testing.assert_close(routing.weights.double(), wanted, rtol=2**-4, atol=0)
     best = probabilities.topk(8).values
@@ -202,7 +202,7 @@ def test_a_graph_routes_whatever_rows_it_finds(generator, num_rows, scoring):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_rows", [1, 9, 300])
 def test_an_expert_of_all_rows_is_the_first(generator, device, num_rows):
-    """The others follow as they are without it; it has the last place, and the weight 1."""
+    """A shared expert becomes expert 0, with the last slot of each row and the weight 1."""
     logits = torch.randn(num_rows, 20, generator=generator).to(device)
     alone = route(logits, 3)
     given = route(logits, 3, has_shared=True)
@@ -224,7 +224,7 @@ def test_the_lowest_expert_wins_among_equals(device, num_rows):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_without_numbers_still_goes_somewhere(device):
-    """The rows beside it must not suffer, and its own result must tell."""
+    """A row of NaN keeps valid experts and a NaN result, and does not change other rows."""
     logits = torch.arange(24.0, device=device).view(3, 8)
     logits[1, 4] = torch.nan
     routing = route(logits, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmm_allocator: argument checks everywhere, the arena itself on a GPU."""
+"""vmm_allocator: argument checks on every machine, and the arena on a GPU."""
 
 import gc
 import random
@@ -80,7 +80,7 @@ def test_unbuilt_is_a_typed_error(monkeypatch):
 @pytest.mark.skipif(not vmm_allocator.is_built(), reason="vmm_allocator is not built")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA driver")
 def test_no_driver_is_a_typed_error():
-    for _ in range(2):  # the second try opens the library again
+    for _ in range(2):  # the second call opens the library again
         with pytest.raises(DriverUnavailableError, match=r"libcuda|cuInit"):
             Arena(GIB)
 
@@ -98,7 +98,7 @@ def memory():
 
 
 def pattern(count, seed=0):
-    """Numbers in which a shifted or stale copy shows."""
+    """Return numbers in which a shifted or stale copy is visible."""
     return (torch.arange(count, device="cuda", dtype=torch.int64) * 2654435761 + seed).int()
 
 
@@ -109,9 +109,9 @@ def test_grow_and_shrink_move_the_front():
         assert memory.grow(1) == 2 * MIB
         assert memory.grow(1) == 2 * MIB
         assert memory.grow(10 * MIB + 1) == 12 * MIB
-        assert memory.grow(4 * MIB) == 12 * MIB  # never unmaps
+        assert memory.grow(4 * MIB) == 12 * MIB  # grow never unmaps
         assert memory.shrink(4 * MIB + 1) == 6 * MIB
-        assert memory.shrink(8 * MIB) == 6 * MIB  # never maps
+        assert memory.shrink(8 * MIB) == 6 * MIB  # shrink never maps
         statistics = memory.statistics()
         assert statistics.reserved_bytes == GIB
         assert statistics.mapped_bytes == statistics.front_bytes == 6 * MIB
@@ -162,7 +162,7 @@ def test_tensor_must_be_mapped_and_aligned(memory):
 
 @pytest.mark.gpu
 def test_random_cycles_keep_contents(memory):
-    """200 grows and shrinks: what stays mapped keeps its numbers, also through spares."""
+    """Memory that stays mapped keeps its contents over 200 grows and shrinks, also from spares."""
     draw = random.Random(0)
     filled = {}  # chunk index -> seed
     for cycle in range(200):
@@ -209,7 +209,7 @@ def test_spares_are_mapped_before_any_chunk_is_created(memory):
 def test_what_a_tensor_refers_to_is_not_unmapped(memory):
     memory.grow(8 * CHUNK)
     low = memory.tensor(CHUNK, (CHUNK,), torch.uint8)
-    high = memory.tensor(3 * CHUNK + 5, (CHUNK,), torch.uint8)[7:9]  # a view is enough
+    high = memory.tensor(3 * CHUNK + 5, (CHUNK,), torch.uint8)[7:9]  # a view keeps memory in use
     assert memory.statistics().in_use_bytes == 3 * CHUNK
     with pytest.raises(InUseError) as caught:
         memory.shrink(0)
@@ -264,7 +264,7 @@ def test_closing_gives_the_memory_back():
     for call in (memory.grow, memory.shrink, memory.trim):
         with pytest.raises(ClosedArenaError):
             call(GIB)
-    torch.zeros(1, device="cuda")  # PyTorch's context lives on
+    torch.zeros(1, device="cuda")  # PyTorch's context is still valid
 
 
 @pytest.mark.alone
@@ -299,7 +299,7 @@ def test_the_limit_counts_mapped_and_spare_chunks():
         assert caught.value.limit_bytes == 5 * CHUNK + 1
         assert memory.front_bytes == 4 * CHUNK
         memory.shrink(CHUNK, keep=True)
-        memory.grow(5 * CHUNK)  # three spares and one more
+        memory.grow(5 * CHUNK)  # uses three spares and one new chunk
         with pytest.raises(LimitError):
             memory.grow(6 * CHUNK)
 
@@ -344,7 +344,7 @@ def test_a_graph_survives_unmapping_beyond_it(memory):
     values.fill_(2)
     graph.replay()
     assert (total == 3).all()
-    with pytest.raises(InUseError):  # the tensors keep what the graph needs
+    with pytest.raises(InUseError):  # tensors hold the memory that the graph needs
         memory.shrink(0)
     torch.cuda.synchronize()
     del graph
@@ -390,7 +390,7 @@ def test_pytorch_allocates_from_the_pool(memory, pool):
     assert memory.statistics().mapped_bytes == 4 * CHUNK + in_use
     assert memory.statistics().in_use_bytes == in_use
     assert large.sum().item() == 3.0 * large.numel()
-    memory.shrink(0)  # the front is not the pool's
+    memory.shrink(0)  # the pool does not use the front of the arena
     del large
     pool.trim()
     assert pool.in_use_bytes < 24 * MIB
@@ -399,7 +399,7 @@ def test_pytorch_allocates_from_the_pool(memory, pool):
     del small
     with pool.use():
         again = torch.ones(50, MIB // 4, device="cuda")
-    assert memory.statistics().num_chunks_created <= 4 + 124 * MIB // CHUNK  # spares
+    assert memory.statistics().num_chunks_created <= 4 + 124 * MIB // CHUNK  # spares were used
     assert again.sum().item() == again.numel()
 
 
@@ -414,7 +414,7 @@ def test_a_limit_is_an_out_of_memory_error_of_pytorch():
         more = torch.full((20, MIB // 4), 2.0, device="cuda")
     assert pool.in_use_bytes <= memory.statistics().held_bytes <= 256 * MIB
     assert (first == 1).all() and (more == 2).all()
-    torch.empty(100, MIB // 4, device="cuda")  # ordinary memory is not limited
+    torch.empty(100, MIB // 4, device="cuda")  # ordinary allocations have no limit
     del first, more
     pool.trim()
     with pool.use():
@@ -425,7 +425,7 @@ def test_a_limit_is_an_out_of_memory_error_of_pytorch():
 
 @pytest.mark.gpu
 def test_a_graph_keeps_its_memory_in_the_pool(memory, pool):
-    # No products: cuBLAS's workspace would come from the pool and stay.
+    # There is no matrix product here, because cuBLAS's workspace would stay in the pool.
     source = torch.randn(1000, 1000, device="cuda")
     identity = torch.eye(1000, device="cuda")
     torch.cuda.synchronize()
@@ -437,7 +437,7 @@ def test_a_graph_keeps_its_memory_in_the_pool(memory, pool):
     source.copy_(identity)
     graph.replay()
     assert torch.equal(result, 3 * identity)
-    pool.trim()  # the graph outlives PyTorch's pool, the pool and the arena
+    pool.trim()  # the graph outlives PyTorch's pool, this pool and the arena
     pool.close()
     memory.close()
     source.mul_(3)

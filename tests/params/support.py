@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A served model, and requests to it that are decided or refused."""
+"""A served model, and helpers that decide requests to it or expect a refusal."""
 
 import dataclasses
 from typing import Any
@@ -56,12 +56,12 @@ def model(**changes: Any) -> ServedModel:
 
 
 def served_with(**defaults: Any) -> ServedModel:
-    """A LLaDA with server-wide settings."""
+    """Return a LLaDA model with server-wide settings."""
     return model(defaults=fields.server_defaults(defaults, LLADA))
 
 
 def rows_of(table: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
-    """The rows of all parts of a table, named after them; MODEL is served where none is named."""
+    """Return the rows of all parts of a table as named parameters; MODEL is the default model."""
     return [
         pytest.param(*row if isinstance(row[0], ServedModel) else (MODEL, *row), id=f"{name} {n}")
         for name, rows in table.items()
@@ -75,7 +75,7 @@ def check_decided(served: ServedModel, parameters: dict[str, Any], wanted: dict[
 
 
 def check_refused(served: ServedModel, parameters: dict[str, Any], name: str, *words: str) -> None:
-    """That `name`, with its value, is refused, and that the words stand in what is wanted."""
+    """Check that `name` is refused with its value, and that the expected values have `words`."""
     error = refusal(served, **parameters)
     assert (error.field, error.given) == (name, parameters[name])
     assert all(word in error.wanted for word in words)

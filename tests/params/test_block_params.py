@@ -114,7 +114,7 @@ def test_what_a_causal_context_excludes(parameters: dict[str, Any], field: str) 
 
 
 def test_blocks_of_a_causal_context() -> None:
-    """One token has no block, so a standard field that gives one is only named."""
+    """Blocks have one token, so that a given block length is only listed as ignored."""
     decided = resolve(CAUSAL, algorithm="autoregressive", block_length=8, steps=64)
     assert (decided.block_length, decided.kept_unit) == (1, 1)
     assert decided.ignored == ("steps", "block_length")
@@ -128,7 +128,7 @@ def test_blocks_of_a_causal_context() -> None:
     [(dtype, x) for dtype in ("bfloat16", "float16", "float32") for x in (0.9, 0.85, 0.3, -1.0)],
 )
 def test_thresholds_of_scores_in_the_dtype_of_logits_have_it(dtype: str, given: float) -> None:
-    """As PyTorch compares a tensor with a number."""
+    """The threshold is rounded, because PyTorch rounds a number that a tensor is compared with."""
     model = dataclasses.replace(CAUSAL, dtype=dtype)
     compared = given if dtype == "float32" else torch.tensor(given, dtype=getattr(torch, dtype))
     assert resolve(model, threshold=given).threshold == float(compared)
@@ -143,7 +143,7 @@ def test_thinking_is_bounded_where_a_model_thinks() -> None:
     by_server = dataclasses.replace(CAUSAL, defaults={"thinking_token_budget": 9})
     assert resolve(by_server).thinking_token_budget == 9
     assert resolve(by_server, allowed_token_ids=[17, 18]).thinking_token_budget is None
-    for model in (SERVED, served(NEMOTRON)):  # whose tokenizer has no such tokens
+    for model in (SERVED, served(NEMOTRON)):  # their tokenizers have no such tokens
         decided = resolve(model, thinking_token_budget=8)
         assert (decided.thinking_token_budget, decided.ignored) == (
             None,
@@ -161,7 +161,7 @@ def test_a_budget_of_thinking_wants_both_of_its_tokens() -> None:
 
 
 def test_blocks_are_whole_windows_of_the_router() -> None:
-    """A server-wide default gives way."""
+    """A server-wide default is replaced, and a request's block length is refused."""
     windows = served(LLADA22, block_length=32, block_unit=32)
     assert resolve(windows, block_length=64).block_length == 64
     assert resolve(dataclasses.replace(windows, defaults={"block_length": 16})).block_length == 32
@@ -336,7 +336,7 @@ def test_forwards_that_were_saved_are_those_of_blocks_that_were_begun() -> None:
     assert forwards_saved(resolve(served(LLADA21)), num_forwards=3, num_committed=32) == 0
 
 
-# ---- which fields act --------------------------------------------------------------------------
+# ---- fields with and without effect ------------------------------------------------------------
 
 OWN: dict[str, Any] = {
     "threshold": 0.3,
@@ -446,7 +446,7 @@ def test_caches(family: Family) -> None:
 
 
 def test_penalties_act_whoever_asked_for_them() -> None:
-    """A request, or the checkpoint's generation_config.json, which upstream fills in."""
+    """Penalties come from a request, or from generation_config.json, which upstream fills in."""
 
     def edits(**penalties: float) -> Edits | None:
         parameters = decision.request_values_of(SamplingParams(**penalties))

@@ -20,7 +20,7 @@ from vllm.diffusion.request.families import LLADA
 
 
 def settings(*words: str, additional: Any = None) -> Any:
-    """`additional_config` that a command line leads to."""
+    """Return the `additional_config` of a command line."""
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     args = parser.parse_args(words)
@@ -94,7 +94,7 @@ def test_a_missing_file_and_an_unknown_name() -> None:
 
 @pytest.mark.parametrize("model", ["/nowhere", "/no/such/model", "nowhere", "no/model"])
 def test_a_missing_model_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever upstream's loaders make of its name."""
+    """The error names the model, whatever upstream's loaders report."""
     from transformers import AutoConfig
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -120,7 +120,7 @@ def test_no_model_at_all(
     assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in message
 
 
-# What a person mistypes, and the one line that tells it.
+# Mistakes of users, and the one line of their error.
 MISTAKES = [
     (["--max-modle-len", "64"], "error: --max-modle-len: unknown; did you mean --max-model-len?"),
     (["--dllm-algoritm=x"], "error: --dllm-algoritm: unknown; did you mean --dllm-algorithm?"),
@@ -134,7 +134,7 @@ MISTAKES = [
 def refusal_of_ours(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """The one line that our server's parser ends with."""
+    """Return the one line of error of our server's parser."""
     from vllm.entrypoints import api_server
 
     monkeypatch.setattr(sys, "argv", ["api_server", *words])
@@ -157,7 +157,7 @@ def test_a_mistake_is_one_line(
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
-    """The parser of `vllm serve`, as upstream's command line makes it."""
+    """Return the parser of `vllm serve`, made as by upstream's command line."""
     parser = FlexibleArgumentParser(prog="vllm")
     commands = parser.add_subparsers(dest="subparser")
     for command in importlib.import_module("vllm.entrypoints.cli.serve").cmd_init():
@@ -167,7 +167,7 @@ def parser() -> FlexibleArgumentParser:
 
 
 class TestUpstreamsCommand:
-    """`vllm serve`, which has our arguments and our errors."""
+    """`vllm serve` has our arguments and our errors."""
 
     def test_it_takes_our_arguments(self, parser: FlexibleArgumentParser, tmp_path: Path) -> None:
         file = tmp_path / "algorithm.yaml"
@@ -176,7 +176,7 @@ class TestUpstreamsCommand:
         words += ["--dllm-algorithm-config", str(file), "--family", "llada"]
         args = parser.parse_args(["serve", "models/llada-tiny", *words])
         args.command.validate(args)
-        # Several API servers get them from the process that starts them.
+        # Several API servers receive them from the process that starts them.
         args = pickle.loads(pickle.dumps(args))
         assert args.additional_config == {
             "dllm": {

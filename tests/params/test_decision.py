@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision on its way: it is made once, crosses processes as it is, and nobody forges it."""
+"""A decision is made once, crosses processes unchanged, and cannot be forged."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def decided(sampling: SamplingParams) -> DiffusionParams:
 
 
 def crossed(sampling: SamplingParams) -> SamplingParams:
-    """What the engine's process gets of a front end's request."""
+    """Return the parameters that the engine's process receives from a front end."""
     none = ("mm_features", "pooling_params", "lora_request", "cache_salt", "data_parallel_rank")
     given: dict[str, Any] = {"request_id": "r", "prompt_token_ids": PROMPT, "arrival_time": 0.0}
     request = EngineCoreRequest(**given, sampling_params=sampling, **dict.fromkeys(none))
@@ -86,7 +86,7 @@ def test_what_comes_without_a_decision_is_decided_alike() -> None:
 
 @pytest.mark.parametrize("forged", [{"gen_length": 10**9, "algorithm": "semi_ar"}, "x", 1, [1]])
 def test_a_client_cannot_send_a_decision(forged: Any) -> None:
-    """Of all that JSON can say, nothing is a decision; it is an unknown parameter like others."""
+    """No JSON value is a decision, so that the field is refused like any unknown parameter."""
     sampling = SamplingParams(extra_args={**ASKED, DECISION: forged})
     assert not is_decided(sampling)
     with pytest.raises(InvalidParameterError, match=f"^{DECISION}: given .*; unknown parameter"):
@@ -94,7 +94,7 @@ def test_a_client_cannot_send_a_decision(forged: Any) -> None:
 
 
 def test_a_forged_decision_does_not_pass_a_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on a route of upstream's either, which hands on a client's extra_args as they are."""
+    """Upstream's routes pass extra_args of a client unchanged, and must refuse it as well."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     from vllm.diffusion.api import validator

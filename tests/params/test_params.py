@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a request: spellings, defaults, lengths, ids, and what a refusal says."""
+"""The parameters of a request: spellings, defaults, lengths, ids, and refusals."""
 
 import dataclasses
 import json
@@ -37,8 +37,25 @@ from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 ON_DREAM = model(family=DREAM)
 BLIND = model(ids=SpecialIds(MASK, None, EOT, frozenset({EOT})))
 SHORT = model(max_model_len=100)
+ON_DIFFULLAMA = model(family=DIFFULLAMA)
+NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+NO_DRAFTS = {"num_speculative_states": 0}
+DRAFTING = served_with(num_speculative_states=7)
+ROOM = MODEL.max_model_len - len(PROMPT)
+TEXTS = {"long": [5] * 85, "fits": [5] * 84, "masked": [5, MASK], "mask": [MASK]}
+TOKENISING = model(encode=lambda text: TEXTS.get(text, []))
+SETTINGS: dict[str, Any] = {"threshold": 0.5, "confidence_dtype": "float64", "cfg_scale": 0.5}
+SETTINGS |= {"remasking": "random", "force_single_batch": True}
+WITH_SETTINGS = served_with(algorithm="Threshold", sub_block_size=16, **SETTINGS)
+OWN_VALUES: dict[str, Any] = {"threshold": 0.8, "block_length": 64, "cfg_scale": 0}
+OWN_VALUES |= {"confidence_dtype": "float32", "remasking": "low_confidence"}
+OWN_VALUES |= {"force_single_batch": False}
+MULTI_BLOCK = {"threshold": 0.4, "early_stop": True, "cache": "delayed", "remasking": "random"}
+WITH_MULTI_BLOCK = served_with(
+    algorithm="multi_block", block_add=0.1, decoded_thresh=0.95, **MULTI_BLOCK
+)
 ENDS_SHORT = ("full_attn_multi_block", "adablock")
-# A served model, if it is not MODEL, what a request asks of it, and what is decided.
+# A served model unless it is MODEL, the parameters of a request, and the decided values.
 DECIDED: dict[str, list[tuple[Any, ...]]] = {
     "a spelling of an algorithm": [
         ({"algorithm": spelling}, {"algorithm": name, "remasking": remasking})
@@ -56,7 +73,7 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             ("LocalLeap", "local_leap", "low_confidence"),
         )
     ],
-    "what stands for an algorithm": [
+    "fields that choose an algorithm": [
         ({"use_local_leap": True}, {"algorithm": "local_leap"}),
         ({"use_local_leap": 1, "threshold": 0.8}, {"algorithm": "local_leap"}),
         ({"use_local_leap": True, "algorithm": "low_confidence"}, {"algorithm": "local_leap"}),
@@ -79,13 +96,13 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             {"algorithm": "FullAttnMultiBlock", "block_add": 0.3, "decoded_thresh": 0.6},
             {"block_add_threshold": 0.3, "decoded_token_threshold": 0.6},
         ),
-        # Its published configuration names these two as well, without effect.
+        # The published configuration of the algorithm has these two parameters, without effect.
         (
             {"algorithm": "FullAttnMultiBlock", "cache_delay_iter": 2, "refresh_interval": 3},
             {"cache": "none"},
         ),
     ],
-    "what happens anyway is not ignored": [
+    "a field with the value that applies anyway is not ignored": [
         ({"algorithm": "full_attn_multi_block", "temperature": 0}, {"ignored": ()}),
         ({"algorithm": "hierarchy", "remasking": "low_confidence"}, {"ignored": ()}),
         ({"algorithm": "credit", "remasking": "low_confidence"}, {"ignored": ()}),
@@ -100,7 +117,7 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
     "guidance and caches": [
         ({"cfg_scale": 0, "cache": "dual"}, {"cache": "dual"}),
         ({"cfg_scale": 0, "cache": "delayed", "algorithm": "multi_block"}, {"cache": "delayed"}),
-        # What the request asks for wins over what the server has by default.
+        # A parameter of the request takes precedence over a server-wide default.
         (served_with(cfg_scale=0.5), {"cache": "dual"}, {"cfg_scale": 0}),
         (served_with(cache="prefix"), {"cfg_scale": 0.5}, {"cache": "none"}),
     ],
@@ -228,6 +245,74 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
         (model(default_max_tokens=100), {"gen_length": 64}, {"max_tokens": 64}),
         (model(default_max_tokens=100), {"max_tokens": 20}, {"max_tokens": 20}),
     ],
+    "a limit of the request itself is kept, even if it is the whole context": [
+        ({"max_tokens": ROOM}, {"max_tokens": ROOM})
+    ],
+    "defaults": [
+        ({}, {"algorithm": "semi_ar", "remasking": "low_confidence", "cache": "none"}),
+        ({}, {"logit_shift": 0, "is_block_causal": False, "confidence_dtype": "float32"}),
+        ({}, {"gen_length": 128, "max_tokens": 128, "steps": 128, "block_length": 32}),
+        ({}, {"temperature": 0.0, "cfg_scale": 0.0, "min_p": 0.0, "top_p": None, "top_k": None}),
+        ({}, {"mask_id": MASK, "eos_id": EOS, "eot_id": EOT, "stop_ids": {EOS, EOT}}),
+        ({}, {"seed": None, "logprobs": None, "allow_infill": False, "stream_canvas": False}),
+        ({}, {"logits_eos_inf": False, "confidence_eos_eot_inf": False, "ignore_eos": False}),
+        ({}, {"force_single_batch": False, "delimiter_ids": ()}),
+        # Parameters of other algorithms have the defaults of their records, too.
+        *(
+            ({}, {spec.name: spec.default_for("semi_ar", is_shifted=False)})
+            for spec in fields.PARAMETERS
+            if spec.name != "delimiter_ids"
+        ),
+    ],
+    "defaults of a family apply to its algorithm": [
+        (
+            ON_DIFFULLAMA,
+            {"max_tokens": 96},
+            {"algorithm": "dream", "alg": "origin", "eps": 0, "steps": 64, "top_p": 0.9},
+        ),
+        (ON_DIFFULLAMA, {"max_tokens": 96, "steps": 8, "alg": "entropy"}, {"steps": 8}),
+        (model(family=DIFFULLAMA, default_steps=16), {"max_tokens": 96}, {"steps": 16}),
+        (ON_DIFFULLAMA, {"max_tokens": 96, "algorithm": "semi_ar"}, {"steps": 96}),
+    ],
+    "server-wide defaults": [
+        (WITH_SETTINGS, {}, {**SETTINGS, "algorithm": "threshold", "block_length": 16}),
+        (WITH_SETTINGS, OWN_VALUES, OWN_VALUES),
+        (WITH_SETTINGS, {"algorithm": "semi_ar"}, {"algorithm": "semi_ar"}),
+        (WITH_MULTI_BLOCK, {}, MULTI_BLOCK),
+        (WITH_MULTI_BLOCK, {}, {"block_add_threshold": 0.1, "decoded_token_threshold": 0.95}),
+        # A confidence is no entropy. Values that another algorithm does not use are ignored.
+        (
+            WITH_MULTI_BLOCK,
+            {"algorithm": "hierarchy"},
+            {"threshold": 0.9, "early_stop": False, "cache": "none"},
+        ),
+        (WITH_MULTI_BLOCK, {"algorithm": "hierarchy"}, {"remasking": "low_confidence"}),
+        (served_with(threshold=0.4), {"algorithm": "entropy_threshold"}, {"threshold": 0.4}),
+    ],
+    "server-wide drafts only apply to algorithms that support them": [
+        (DRAFTING, {}, {"num_speculative_states": 7}),
+        (DRAFTING, NO_DRAFTS, NO_DRAFTS),
+        (DRAFTING, {"algorithm": "credit"}, NO_DRAFTS),
+        (DRAFTING, {"algorithm": "credit", **NO_DRAFTS}, {"algorithm": "credit", **NO_DRAFTS}),
+    ],
+    "standard fields that Dream ignores": [
+        (ON_DREAM, STANDARD, {"ignored": ("block_length", "remasking")}),
+        (ON_DREAM, {"algorithm": "multi_block", **STANDARD}, {"ignored": ("remasking",)}),
+    ],
+    "seeds have 64 bits": [
+        ({"seed": seed}, {"seed": seed % 2**64}) for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1, -1)
+    ],
+    "bad words that no answer can contain are omitted": [
+        (
+            TOKENISING,
+            {"bad_words": [*TEXTS], "gen_length": 64},  # the prompt has 20 tokens
+            {"edits": Edits(bad_words=((5,) * 84, (MASK,)))},
+        ),
+        (TOKENISING, {"bad_words": ["long"], "gen_length": 64}, {"edits": None}),
+    ],
+    "edits with neutral values": [
+        ({"logit_bias": {}, "min_tokens": 0, "bad_words": [], **NEUTRAL}, {"edits": None})
+    ],
 }
 
 
@@ -236,7 +321,7 @@ def test_decisions(served: ServedModel, parameters: dict[str, Any], wanted: dict
     check_decided(served, parameters, wanted)
 
 
-# A served model, if it is not MODEL, what a request asks, the field refused, words of the answer.
+# A served model unless it is MODEL, the parameters, the refused field, and words of the error.
 REFUSED: dict[str, list[tuple[Any, ...]]] = {
     "contradictions": [
         ({"use_local_leap": True, "algorithm": "factor"}, "use_local_leap"),
@@ -269,6 +354,14 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
             {"confidence_eos_eot_inf": True},
             "confidence_eos_eot_inf",
         ),
+    ],
+    "drafts of an algorithm without them": [
+        (
+            DRAFTING,
+            {"num_speculative_states": 1, "algorithm": "credit"},
+            "num_speculative_states",
+            "algorithm credit",
+        )
     ],
 }
 
@@ -374,8 +467,8 @@ def test_a_parameter_is_used_or_refused(algorithm: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
-    """Defaults, which docs/decoding.md lists; caches; and whether a number may be the score."""
+def test_an_algorithm_follows_its_record(algorithm: str) -> None:
+    """Defaults (listed in docs/decoding.md), caches, and random scores follow the record."""
     record = ALGORITHMS[algorithm]
     for served, is_shifted in ((MODEL, False), (ON_DREAM, True)):
         decided = resolve(served, algorithm=algorithm)
@@ -390,9 +483,9 @@ def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
         error = refusal(algorithm=algorithm, cache=cache)
         assert (error.field, error.given) == ("cache", cache)
         assert all(name in error.wanted for name in record.caches)
-        if cache != "exact":  # which no algorithm of this family has
+        if cache != "exact":  # no algorithm of this family supports it
             assert "multi_block" in error.wanted or "semi_ar" in error.wanted
-    # Harmless beside any algorithm.
+    # This value is accepted for every algorithm.
     assert resolve(algorithm=algorithm, remasking="low_confidence").algorithm == algorithm
     if record.random_scores != "none":
         assert resolve(algorithm=algorithm, remasking="random").remasking == "random"
@@ -403,7 +496,7 @@ def test_an_algorithm_gives_what_its_record_says(algorithm: str) -> None:
     assert all(name in error.wanted for name in ("low_confidence", *scored))
 
 
-CANNOT_ACT = {
+IGNORED = {
     "adablock": ("steps",),
     "dream": ("block_length", "remasking"),
     "entropy_threshold": ("remasking",),
@@ -412,10 +505,10 @@ CANNOT_ACT = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_standard_fields_act_or_are_named(algorithm: str) -> None:
-    """With the prompt they are what every client sends."""
+def test_standard_fields_act_or_are_listed_as_ignored(algorithm: str) -> None:
+    """Every client sends these fields together with the prompt."""
     decided = resolve(algorithm=algorithm, **STANDARD)
-    ignored = CANNOT_ACT.get(algorithm, ())
+    ignored = IGNORED.get(algorithm, ())
     assert decided.ignored == resolve(served_with(algorithm=algorithm), **STANDARD).ignored
     assert decided.ignored == ignored
     for name, value in STANDARD.items():
@@ -423,11 +516,6 @@ def test_standard_fields_act_or_are_named(algorithm: str) -> None:
             assert getattr(decided, name) == value
     useful = {name: value for name, value in STANDARD.items() if name not in ignored}
     assert resolve(algorithm=algorithm, **useful) == dataclasses.replace(decided, ignored=())
-
-
-def test_standard_fields_of_no_use_on_dream() -> None:
-    assert resolve(ON_DREAM, **STANDARD).ignored == CANNOT_ACT["dream"]
-    assert resolve(ON_DREAM, algorithm="multi_block", **STANDARD).ignored == ("remasking",)
 
 
 def test_an_ignored_block_length_shapes_nothing() -> None:
@@ -457,7 +545,7 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", 10**400),
     ("seed", 1.5),
     ("min_tokens", -1),
-    ("min_tokens", 129),  # more than the canvas has
+    ("min_tokens", 129),  # more than the canvas
     ("min_p", 1.5),
     ("repetition_penalty", 0),
     ("presence_penalty", 2.5),
@@ -496,7 +584,7 @@ def test_refusals_cross_processes() -> None:
 
 
 def test_numbers_may_come_as_json_writes_them() -> None:
-    """Whole floats are whole numbers, and 0 and 1 are false and true."""
+    """Whole floats are accepted as integers, and 0 and 1 as false and true."""
     decided = resolve(gen_length=64.0, steps=8.0, ignore_eos=1, logits_eos_inf=0, temperature=1)
     assert (decided.gen_length, decided.steps, decided.ignore_eos) == (64, 8, True)
     assert decided.logits_eos_inf is False
@@ -504,37 +592,11 @@ def test_numbers_may_come_as_json_writes_them() -> None:
     assert isinstance(decided.temperature, float)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, -1])
-def test_seeds_have_64_bits(seed: int) -> None:
-    assert resolve(seed=seed).seed == seed % 2**64
-
-
 def test_a_missing_seed_stays_open_until_it_is_drawn() -> None:
     decided = resolve()
     assert decided.seed is None
     assert decided.with_seed(7).seed == 7
     assert dataclasses.replace(decided.with_seed(7), seed=None) == decided
-
-
-# ---- defaults ----------------------------------------------------------------------------------
-
-
-def test_defaults_without_any_field() -> None:
-    """Those of an algorithm's own parameters are in its record, and in docs/requests.md."""
-    decided = resolve()
-    assert (decided.algorithm, decided.remasking) == ("semi_ar", "low_confidence")
-    assert (decided.cache, decided.logit_shift, decided.is_block_causal) == ("none", 0, False)
-    assert (decided.gen_length, decided.max_tokens, decided.steps) == (128, 128, 128)
-    assert (decided.block_length, decided.temperature, decided.cfg_scale) == (32, 0.0, 0.0)
-    assert (decided.confidence_dtype, decided.seed, decided.logprobs) == ("float32", None, None)
-    assert (decided.mask_id, decided.eos_id, decided.eot_id) == (MASK, EOS, EOT)
-    assert decided.stop_ids == {EOS, EOT}
-    assert not (decided.logits_eos_inf or decided.confidence_eos_eot_inf or decided.ignore_eos)
-    assert not (decided.allow_infill or decided.force_single_batch or decided.stream_canvas)
-    assert (decided.min_p, decided.top_p, decided.top_k) == (0.0, None, None)
-    for spec in fields.PARAMETERS:
-        default = spec.default_for("semi_ar", is_shifted=False)
-        assert getattr(decided, spec.name) == (() if spec.name == "delimiter_ids" else default)
 
 
 def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,28 +611,6 @@ def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---- server-wide defaults ----------------------------------------------------------------------
-
-
-def test_server_wide_defaults_and_requests_own_values() -> None:
-    settings: dict[str, Any] = {"threshold": 0.5, "confidence_dtype": "float64", "cfg_scale": 0.5}
-    settings |= {"remasking": "random", "force_single_batch": True}
-    served = served_with(algorithm="Threshold", sub_block_size=16, **settings)
-    check_decided(served, {}, {**settings, "algorithm": "threshold", "block_length": 16})
-    own = {"threshold": 0.8, "block_length": 64, "confidence_dtype": "float32", "cfg_scale": 0}
-    own |= {"remasking": "low_confidence", "force_single_batch": False}
-    check_decided(served, own, own)
-    assert resolve(served, algorithm="semi_ar").algorithm == "semi_ar"
-
-
-def test_guesses_are_asked_for_of_algorithms_that_can() -> None:
-    """A server's wish is dropped elsewhere; a request's is refused."""
-    served = served_with(num_speculative_states=7)
-    assert resolve(served).num_speculative_states == 7
-    assert resolve(served, num_speculative_states=0).num_speculative_states == 0
-    assert resolve(served, algorithm="credit").num_speculative_states == 0
-    assert resolve(served, algorithm="credit", num_speculative_states=0).algorithm == "credit"
-    with pytest.raises(InvalidParameterError, match="num_speculative_states: given 1; algorithm"):
-        resolve(served, algorithm="credit", num_speculative_states=1)
 
 
 OF_A_REQUEST = ("gen_length", "seed", "mask_id", "ignore_eos", "temperature")
@@ -592,17 +632,6 @@ def test_wrong_server_settings_stop_the_start(settings: dict[str, Any], message:
     assert "\n" not in str(error.value)
 
 
-def test_server_wide_values_count_where_they_are_meant() -> None:
-    settings = {"threshold": 0.4, "early_stop": True, "cache": "delayed", "remasking": "random"}
-    served = served_with(algorithm="multi_block", block_add=0.1, decoded_thresh=0.95, **settings)
-    thresholds = {"block_add_threshold": 0.1, "decoded_token_threshold": 0.95}
-    check_decided(served, {}, {**settings, **thresholds})
-    # A confidence is no entropy; what another algorithm does not use gives way.
-    other = {"threshold": 0.9, "early_stop": False, "cache": "none", "remasking": "low_confidence"}
-    check_decided(served, {"algorithm": "hierarchy"}, other)
-    assert resolve(served_with(threshold=0.4), algorithm="entropy_threshold").threshold == 0.4
-
-
 # ---- SamplingParams ----------------------------------------------------------------------------
 
 
@@ -613,43 +642,69 @@ def sampled(**fields: Any) -> DiffusionParams:
     return decision.decide(values, MODEL, PROMPT)
 
 
-def test_sampling_params_as_they_stand() -> None:
-    decided = sampled(temperature=1.0, max_tokens=100)
-    assert (decided.temperature, decided.gen_length, decided.max_tokens) == (1.0, 128, 100)
-    assert sampled().max_tokens == 16  # upstream's default, a limit like any other
-    assert sampled().gen_length == 32
+CANVAS = {"gen_length": 64}
+OF_DREAM = {"algorithm": "dream"}
+# Fields of SamplingParams, and the decided values.
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"temperature": 1.0, "max_tokens": 100},
+        {"temperature": 1.0, "gen_length": 128, "max_tokens": 100},
+    ),
+    ({}, {"max_tokens": 16, "gen_length": 32}),  # upstream's default acts as a limit
+    # extra_args have the parameters of diffusion, and take precedence.
+    (
+        {
+            "temperature": 1.0,
+            "seed": 5,
+            "extra_args": {**CANVAS, "steps": 16, "temperature": 0.5, "kv_cache_report_mode": "x"},
+        },
+        {"gen_length": 64, "max_tokens": 64, "steps": 16, "temperature": 0.5, "seed": 5},
+    ),
+    (
+        {"temperature": 1.0, "top_p": 0.5, "top_k": 7, "extra_args": OF_DREAM},
+        {"top_p": 0.5, "top_k": 7},
+    ),
+    (
+        {"top_p": 0.5, "extra_args": {**OF_DREAM, "top_p": 0.8, "top_k": 0}},
+        {"top_p": 0.8, "top_k": None},
+    ),
+    # Upstream's default does not limit a canvas that the request sets.
+    ({"extra_args": CANVAS}, {"max_tokens": 64}),
+    ({"max_tokens": 20, "extra_args": CANVAS}, {"max_tokens": 20}),
+    ({"max_tokens": None, "extra_args": CANVAS}, {"max_tokens": 64}),
+    ({"extra_args": {**CANVAS, "max_tokens": 16}}, {"max_tokens": 16}),
+    # Upstream sets max_tokens to the rest of the context if the request has no limit.
+    ({"max_tokens": ROOM}, {"gen_length": 128, "max_tokens": 128}),
+    ({"max_tokens": ROOM, "extra_args": CANVAS}, {"max_tokens": 64}),
+    ({"stop_token_ids": [7]}, {"stop_ids": {EOS, EOT, 7}}),
+    ({"stop_token_ids": [7], "ignore_eos": True}, {"stop_ids": frozenset()}),
+    ({}, {"logprobs": None, "num_logprobs": None}),
+    ({"logprobs": 3}, {"logprobs": 3, "num_logprobs": 3}),
+    ({"extra_args": {"stream_canvas": True}}, {"logprobs": None, "num_logprobs": 0}),
+    # Upstream itself ignores filters at temperature 0.
+    ({"temperature": 0.0, "top_p": 0.5}, {"temperature": 0.0}),
+]
 
 
-def test_extra_args_carry_the_diffusion_parameters_and_win() -> None:
-    decided = sampled(
-        temperature=1.0,
-        seed=5,
-        extra_args={"gen_length": 64, "steps": 16, "temperature": 0.5, "kv_cache_report_mode": "x"},
-    )
-    assert (decided.gen_length, decided.max_tokens, decided.steps) == (64, 64, 16)
-    assert (decided.temperature, decided.seed) == (0.5, 5)
+@pytest.mark.parametrize(("given", "wanted"), SAMPLED)
+def test_decisions_from_sampling_params(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    decided = sampled(**given)
+    assert {name: getattr(decided, name) for name in wanted} == wanted
 
 
-def test_max_tokens_beside_a_canvas() -> None:
-    assert sampled(extra_args={"gen_length": 64}).max_tokens == 64
-    assert sampled(max_tokens=20, extra_args={"gen_length": 64}).max_tokens == 20
-    assert sampled(max_tokens=None, extra_args={"gen_length": 64}).max_tokens == 64
-    assert sampled(extra_args={"gen_length": 64, "max_tokens": 16}).max_tokens == 16
-    with pytest.raises(InvalidParameterError, match=r"max_tokens: given 65.*64"):
-        sampled(max_tokens=65, extra_args={"gen_length": 64})
-
-
-def test_a_limit_that_upstream_filled_in_is_no_limit() -> None:
-    """Upstream writes "no max_tokens" as everything that is left of the context."""
-    room = MODEL.max_model_len - len(PROMPT)
-    assert sampled(max_tokens=room).gen_length == sampled(max_tokens=room).max_tokens == 128
-    assert sampled(max_tokens=room, extra_args={"gen_length": 64}).max_tokens == 64
-    assert resolve(max_tokens=room).max_tokens == room  # a request's own word is literal
-
-
-def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
-    assert sampled(stop_token_ids=[7]).stop_ids == {EOS, EOT, 7}
-    assert sampled(stop_token_ids=[7], ignore_eos=True).stop_ids == frozenset()
+@pytest.mark.parametrize(
+    ("given", "name", "word"),
+    [
+        ({"logprobs": -1}, "logprobs", ""),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", ""),
+        ({"watermarking": True}, "watermarking", ""),
+        ({"max_tokens": 65, "extra_args": CANVAS}, "max_tokens", "64"),
+    ],
+)
+def test_refusals_of_sampling_params(given: dict[str, Any], name: str, word: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"^{name}: given .*{word}") as error:
+        sampled(temperature=1.0, **given)
+    assert error.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -664,7 +719,7 @@ def test_stop_ids_and_ignore_eos_of_sampling_params() -> None:
     ],
 )
 def test_fields_of_sampling_params_that_edit_logits(field: str, value: Any) -> None:
-    """They are the same from upstream's object and from a body, whose keys are strings."""
+    """Upstream's object and a JSON body, whose keys are strings, give the same edits."""
     decided = sampled(extra_args={"gen_length": 64}, **{field: value})
     assert decided.edits is not None and decided.ignored == ()
     assert dataclasses.replace(decided, edits=None) == sampled(extra_args={"gen_length": 64})
@@ -672,7 +727,7 @@ def test_fields_of_sampling_params_that_edit_logits(field: str, value: Any) -> N
     assert resolve(**sent).edits == sampled(extra_args=sent).edits == decided.edits
 
 
-def test_what_is_asked_of_logits() -> None:
+def test_edits_of_logits() -> None:
     words = {"Paris": [9], " Paris": [10], "New York": [1, 2], " New York": [3, 1, 2]}
     served = model(encode=words.__getitem__)
     decided = resolve(
@@ -686,7 +741,7 @@ def test_what_is_asked_of_logits() -> None:
     assert decided.stop_ids == frozenset()
     assert decided.edits == Edits(
         allowed_token_ids=(7, 9),
-        bad_words=((9,), (10,), (1, 2)),  # behind a space, another number of tokens is left out
+        bad_words=((9,), (10,), (1, 2)),  # the form after a space is omitted if its length differs
         min_tokens=3,
         end_ids=(EOT, EOS),
         logit_bias=((3, 2.0), (7, -100.0)),
@@ -713,14 +768,6 @@ def test_bad_words_are_counted_before_they_are_tokenised() -> None:
     assert not tokenised
 
 
-def test_bad_words_that_no_answer_can_have_are_left_out() -> None:
-    spelled = {"long": [5] * 85, "fits": [5] * 84, "masked": [5, MASK], "mask": [MASK]}
-    served = model(encode=lambda text: spelled.get(text, []))
-    decided = resolve(served, bad_words=[*spelled], gen_length=64)  # behind 20 tokens
-    assert decided.edits == Edits(bad_words=((5,) * 84, (MASK,)))
-    assert resolve(served, bad_words=["long"], gen_length=64).edits is None
-
-
 def test_the_words_of_a_body_are_tokenised_once() -> None:
     tokenised: list[str] = []
     served = model(encode=lambda text: tokenised.append(text) or [len(text)])
@@ -729,12 +776,7 @@ def test_the_words_of_a_body_are_tokenised_once() -> None:
     assert tokenised == ["one", " one", "other", " other"]
 
 
-def test_the_numbers_of_filters_that_ask_for_nothing() -> None:
-    edits = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    assert resolve(logit_bias={}, min_tokens=0, bad_words=[], **edits).edits is None
-
-
-def test_a_field_that_does_not_act_is_named() -> None:
+def test_a_field_without_effect_is_listed_as_ignored() -> None:
     decided = sampled(temperature=1.0, thinking_token_budget=8)
     assert decided.ignored == ("thinking_token_budget",)
     assert dataclasses.replace(decided, ignored=()) == sampled(temperature=1.0)
@@ -751,36 +793,8 @@ def test_filters_act_wherever_tokens_are_drawn(algorithm: str) -> None:
         assert set(decided.ignored) == set(parameters)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("logprobs", -1),
-        ("prompt_logprobs", 1),
-        ("watermarking", True),
-    ],
-)
-def test_fields_that_cannot_be_had(field: str, value: Any) -> None:
-    with pytest.raises(InvalidParameterError, match=f"^{field}: given ") as error:
-        sampled(temperature=1.0, **{field: value})
-    assert error.value.field == field
-
-
-def test_filters_of_extra_args_come_first() -> None:
-    decided = sampled(temperature=1.0, top_p=0.5, top_k=7, extra_args={"algorithm": "dream"})
-    assert (decided.top_p, decided.top_k) == (0.5, 7)
-    own = sampled(top_p=0.5, extra_args={"algorithm": "dream", "top_p": 0.8, "top_k": 0})
-    assert (own.top_p, own.top_k) == (0.8, None)
-
-
-def test_log_probabilities_and_canvases_to_look_at() -> None:
-    assert (sampled().logprobs, sampled().num_logprobs) == (None, None)
-    assert (sampled(logprobs=3).logprobs, sampled(logprobs=3).num_logprobs) == (3, 3)
-    watched = sampled(extra_args={"stream_canvas": True})
-    assert (watched.logprobs, watched.num_logprobs) == (None, 0)
-
-
 def test_seeds_of_several_answers_are_upstreams() -> None:
-    """Upstream gives answer i the seed + i, of a seed that it knows."""
+    """Answer i has seed + i, as upstream sets it for a seed that it receives."""
     from vllm import SamplingParams
 
     for sampling in (SamplingParams(n=3, seed=5), SamplingParams(n=3, extra_args={"seed": 5})):
@@ -790,17 +804,8 @@ def test_seeds_of_several_answers_are_upstreams() -> None:
 
 
 def test_values_without_effect_are_accepted() -> None:
-    decided = sampled(
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        min_tokens=0,
-    )
-    assert decided == sampled()
-    # At temperature 0 upstream itself drops them.
-    assert sampled(temperature=0.0, top_p=0.5).temperature == 0.0
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0}
+    assert sampled(**neutral, presence_penalty=0.0, repetition_penalty=1.0) == sampled()
 
 
 # ---- properties --------------------------------------------------------------------------------
@@ -825,7 +830,7 @@ BLOCK_LENGTHS = st.integers(1, 96)
 def test_defaults_always_work(
     prompt_length: int, parameters: Any, server_block: Any, server_steps: Any, max_model_len: int
 ) -> None:
-    """Whatever is left out is chosen so that the request runs, if the prompt leaves room at all."""
+    """Defaults of missing fields make a request valid whenever the prompt leaves room."""
     room = max_model_len - prompt_length
     served = dataclasses.replace(
         served_with(block_length=server_block, steps=server_steps), max_model_len=max_model_len
@@ -922,17 +927,6 @@ def test_every_field_is_documented() -> None:
     assert len(fields.SPELLINGS) == sum(1 + len(f.aliases) for f in fields.FIELDS)
 
 
-def test_a_family_may_have_defaults_of_its_own() -> None:
-    """They are meant for the family's algorithm, and give way to the server's and the request's."""
-    served = model(family=DIFFULLAMA)
-    own = resolve(served, max_tokens=96)
-    assert (own.algorithm, own.alg, own.eps) == ("dream", "origin", 0)
-    assert (own.steps, own.top_p) == (64, 0.9)
-    assert resolve(served, max_tokens=96, steps=8, alg="entropy").steps == 8
-    assert resolve(model(family=DIFFULLAMA, default_steps=16), max_tokens=96).steps == 16
-    assert resolve(served, max_tokens=96, algorithm="semi_ar").steps == 96
-
-
 LETTER = "x'\"é\n"
 
 
@@ -951,7 +945,7 @@ LETTER = "x'\"é\n"
     ],
 )
 def test_an_error_shows_the_start_of_what_was_given(value: Any) -> None:
-    """As Python writes it, though only the start is looked at."""
+    """The value is shown as its repr, of which only the start is computed."""
     written = repr(value)
     shown = written if len(written) <= 80 else f"{written[:77]}..."
     assert str(InvalidParameterError("f", value, "wanted less")) == f"f: given {shown}; wanted less"

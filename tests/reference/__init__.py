@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow, obvious references that the engine is compared with.
+"""Slow and obvious references for comparison with the engine.
 
-Nothing here imports the engine: the model, the decoding loops and the random numbers are written
-a second time from their public descriptions, so that one mistake cannot hide in both places.
+Nothing here imports the engine. The models, the decoding loops and the random numbers are written a
+second time from their public descriptions, so that a mistake in one implementation is detected.
 """

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaBlock (arXiv:2509.26432): blocks that end after a delimiter, with Fast-dLLM's threshold.
 
-A whole forward at the start of a block says how long it is and commits like every other one. With
-a cache the later forwards are windows, as in `fast_dllm`. Deviations from the published code for
-Dream: candidates are drawn and scored as for LLaDA, the sizing forward commits with every cache
-what it commits without, and a window starts one token early.
+A whole forward pass at the start of a block determines its length and commits like every other one.
+With a cache, the later forward passes are windows, as in `fast_dllm`.
+
+Deviations from the published code for Dream: candidates are drawn and scored as for LLaDA, the
+forward pass that sizes a block commits the same tokens with and without a cache, and a window
+starts one token early.
 """
 
 from collections.abc import Collection, Iterable
@@ -27,7 +29,7 @@ from tests.reference.decode import (
 from tests.reference.fast_dllm import block_logits
 from tests.reference.models import KeyValues
 
-WINDOW = 0.25  # of the canvas
+WINDOW = 0.25  # share of the canvas
 
 
 def adablock(
@@ -42,9 +44,9 @@ def adablock(
     cache: str = "none",
     **options: Any,
 ) -> Decoded:
-    """Decodes the whole canvas; `block_length` is that of blocks without a delimiter.
+    """Decode the whole canvas; `block_length` is the length of blocks without a delimiter.
 
-    Other keywords: see Options. Raises RuntimeError when the model predicts the mask.
+    For other keywords see Options. Raises RuntimeError if the model predicts the mask.
     """
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     start, block = loop.prompt_len, 0
@@ -74,7 +76,7 @@ def adablock(
 
 
 def _also(select: Select, margins: list[Margin]) -> Select:
-    """`select`, with the close decisions that were made beside it."""
+    """Return `select` with the close decisions `margins` added to its own."""
 
     def both(candidates: Candidates) -> Selection:
         accepted, own, plain = select(candidates)

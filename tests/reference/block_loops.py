@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding loops of block-causal families, one sequence at a time, as plainly as can be.
+"""The decoding loops of block-causal families, one sequence at a time, written plainly.
 
 Sources: the public `generate` of LLaDA2.0 and LLaDA2.1, the evaluation code of SDAR and its
-JetEngine, `generate` of Fast-dLLM v2. Every forward computes the sequence from its start to the end
-of the active block; nothing is kept. One function per family:
+JetEngine, `generate` of Fast-dLLM v2. Every forward pass computes the sequence from its start to
+the end of the active block, without a cache. There is one function per family:
 
-- `llada2`: the candidates above the threshold if they are as many as the quota, else the best.
+- `llada2`: all candidates above the threshold if they are at least the quota, or else the best.
 - `llada21`: the same with at least `num_to_transfer`, and committed tokens may be replaced.
 - `sdar`: four rules by name, and confidences before top-k and top-p.
-- `fast_dllm_v2`: parts of a block; a block begins with a token that the last row before predicts.
+- `fast_dllm_v2`: parts of a block, which begins with a token that the previous row predicts.
 
 All return the answer up to and including its first stop token. Deviations from the sources: any
-`gen_length`; ties go to the lowest position; a stop token counts only behind the prompt; no forward
-stores keys and values; a loop without end (the model proposes the mask token, which nothing
-forbids) raises `NoEnd`.
+`gen_length` is allowed, ties go to the lowest position, a stop token only counts after the prompt,
+and no forward pass stores keys and values. A loop without end, in which the model proposes the mask
+token and no rule forbids it, raises `NoEnd`.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 LogitsOf = Callable[[Sequence[int]], Tensor]  # tokens of positions 0..T-1 -> logits [T, V]
-Uniform = Callable[[int, int], Tensor]  # forward from 0, canvas position -> [V] in (0, 1)
+Uniform = Callable[[int, int], Tensor]  # forward pass from 0, canvas position -> [V] in (0, 1)
 
 
 class NoEnd(Exception):
-    """The loop would go on for ever, or gives up with masked positions."""
+    """The loop would never end, or gives up with masked positions."""
 
 
 @dataclass
 class Decoded:
-    """The answer, how many forwards it took, and what each of them left behind the prompt."""
+    """The answer, the number of forward passes, and the canvas after each of them."""
 
     answer: list[int]
     forwards: int
@@ -41,17 +41,17 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is drawn: temperature, then top-k, then top-p; 0 takes the most likely."""
+    """Draws a token: temperature, then top-k, then top-p. Temperature 0 takes the most likely."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    scores_all: bool = False  # the confidence is taken before top-k and top-p
+    scores_all: bool = False  # whether the confidence is that before top-k and top-p
     uniform: Uniform | None = None
-    never: tuple[int, ...] = ()  # no tokens of an answer; they keep their probability
+    never: tuple[int, ...] = ()  # tokens that are not drawn, but keep their probability
 
     def __call__(self, logits: Tensor, forward: int, position: int) -> tuple[int, float, Tensor]:
-        """Token, confidence and distribution of one row of logits [V]."""
+        """Return token, confidence and distribution of one row of logits [V]."""
         if self.temperature == 0:
             p = torch.softmax(logits, dim=-1)
             token = int(self._allowed(p).argmax())
@@ -76,7 +76,7 @@ class Draw:
         return token, float(scored[token]), scored
 
     def _allowed(self, p: Tensor) -> Tensor:
-        """Probabilities [V], without what is no token of an answer."""
+        """Return probabilities [V] with those of `never` set to 0."""
         if not self.never:
             return p
         allowed = p.clone()
@@ -85,7 +85,7 @@ class Draw:
 
 
 class _Row:
-    """Prompt and masks up to the end of a block, and the forwards so far."""
+    """Prompt and masks up to the end of a block, and the number of forward passes so far."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Row:
         return [p for p in range(start, end) if self.tokens[p] == self.mask_id]
 
     def forward(self, end: int) -> Tensor:
-        """Logits [end, V] of everything before `end`."""
+        """Compute the logits [end, V] of all positions before `end`."""
         logits = self.logits_of(self.tokens[:end])
         self.forwards += 1
         return logits
@@ -123,7 +123,7 @@ class _Row:
     def proposals(
         self, logits: Tensor, positions: Sequence[int], shift: int = 0
     ) -> dict[int, tuple[int, float, Tensor]]:
-        """Token, confidence and distribution by position; of the forward that came last."""
+        """Return token, confidence and distribution by position, from the last forward pass."""
         return {
             p: self.draw(logits[max(p - shift, 0)], self.forwards - 1, p - self.first)
             for p in positions
@@ -147,7 +147,7 @@ class _Row:
 
 
 def quotas(block_length: int, steps: int) -> list[int]:
-    """Commits of every step of a block; they sum up to its length."""
+    """Return the number of commits of every step of a block; they sum up to its length."""
     return [block_length // steps + (i < block_length % steps) for i in range(steps)]
 
 
@@ -174,7 +174,7 @@ def llada2(
     stop_ids: Collection[int] = (),
     draw: Draw = Draw(),
 ) -> Decoded:
-    """LLaDA2.0; `steps` are those of a block, of which `gen_length` is a bound."""
+    """Run LLaDA2.0; `steps` are the steps of a block, at most `gen_length`."""
     row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
     schedule = quotas(block_length, min(steps, gen_length))
     for start in row.block_starts:
@@ -208,7 +208,7 @@ def llada21(
     draw: Draw = Draw(),
     most_forwards: int = 10_000,
 ) -> Decoded:
-    """LLaDA2.1; with SGLang's penalty on the token that stands before a position of the block."""
+    """Run LLaDA2.1, with SGLang's penalty on the token that precedes a position of the block."""
     row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
     for start in row.block_starts:
         end, post = start + block_length, 0
@@ -254,7 +254,7 @@ def sdar(
     stop_ids: Collection[int] = (),
     draw: Draw = Draw(scores_all=True),
 ) -> Decoded:
-    """SDAR; `remasking` is dynamic, static, sequential or entropy_bounded (by the threshold)."""
+    """Run SDAR; `remasking` is dynamic, static, sequential, or entropy_bounded by the threshold."""
     row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
     for start in row.block_starts:
         end = start + block_length
@@ -294,7 +294,7 @@ def stable_diffcoder(
     stop_ids: Collection[int] = (),
     draw: Draw = Draw(),
 ) -> Decoded:
-    """Stable-DiffCoder: the best and all that reach the threshold, or a share of the masks."""
+    """Run Stable-DiffCoder: commit the best and all above the threshold, or a share of masks."""
 
     def logits(tokens: Sequence[int]) -> Tensor:
         return logits_of(tokens).double()
@@ -320,7 +320,7 @@ def stable_diffcoder(
 
 
 def without(logits_of: LogitsOf, tokens: Collection[int]) -> LogitsOf:
-    """The same logits, with tokens that are never proposed."""
+    """Return the same logits, but with tokens that are never proposed."""
 
     def logits(ids: Sequence[int]) -> Tensor:
         masked = logits_of(ids).clone()
@@ -345,7 +345,10 @@ def llada22(
     stop_ids: Collection[int] = (),
     draw: Draw = Draw(),
 ) -> Decoded:
-    """LLaDA2.2 at temperature 0, with FluxServe's way out of a loop; it never proposes the mask."""
+    """Run LLaDA2.2 at temperature 0, without proposals of the mask.
+
+    FluxServe's rule ends a loop that repeats itself.
+    """
     delete, split = edit_ids
     allowed = without(logits_of, [mask_id])
     row = _Row(allowed, prompt, gen_length, block_length, mask_id, stop_ids, draw)
@@ -408,7 +411,7 @@ def llada22(
 
 
 def within_entropy(distributions: dict[int, Tensor], bound: float) -> list[int]:
-    """The lowest entropies whose running sum stays below the bound; at least one."""
+    """Return the lowest entropies whose running sum is below the bound, but at least one."""
     entropy = {p: float(-(d * torch.log(d + 1e-12)).sum()) for p, d in distributions.items()}
     order = sorted(entropy, key=lambda p: (entropy[p], p))
     sums = torch.tensor([entropy[p] for p in order]).cumsum(dim=0)
@@ -427,13 +430,13 @@ def fast_dllm_v2(
     stop_ids: Collection[int] = (),
     draw: Draw = Draw(),
 ) -> Decoded:
-    """Fast-dLLM v2; the row before a position predicts it."""
+    """Run Fast-dLLM v2, in which the row before a position predicts it."""
     row = _Row(logits_of, prompt, gen_length, block_length, mask_id, stop_ids, draw)
     for start in row.block_starts:
         end = start + block_length
         if row.has_stop(start):
             break
-        if start >= row.first:  # the forward of the final block before it
+        if start >= row.first:  # the finished blocks predict its first token
             logits = row.forward(start)
             row.write({start: int(logits[-1].argmax())})
             if row.tokens[start] in row.stop_ids:
@@ -453,7 +456,7 @@ def fast_dllm_v2(
 
 
 def _stops_before(row: _Row, masked: int) -> bool:
-    """Whether a stop token has nothing masked before it."""
+    """Return whether a stop token has no masked position before it."""
     return row.has_stop(masked)
 
 
@@ -475,10 +478,10 @@ def run(
     uniform: Uniform | None = None,
     **parameters: float,
 ) -> Decoded:
-    """The loop behind the parameters of a request, by their own names.
+    """Run the loop of a request's parameters, which have their own names.
 
-    `steps_per_block` counts for the algorithms that know steps; by default one per position.
-    `parameters` are the parameters that only some algorithms have.
+    `steps_per_block` applies to algorithms with a number of steps; the default is one step per
+    position. `parameters` are parameters that only some algorithms have.
     """
     options = {
         **parameters,

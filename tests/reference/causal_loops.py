@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding loops of Nemotron-Labs-Diffusion, one sequence at a time, as plainly as can be.
+"""The decoding loops of Nemotron-Labs-Diffusion, one sequence at a time, written plainly.
 
-Written from what the release does, not from its text. Every forward computes the whole sequence;
-nothing is kept. The context is causal, and its rows predict the next token; the rows of a block
-that is denoised see each other, and predict their own.
+They are written from the behaviour of the release, and not from its text. Every forward pass
+computes the whole sequence, without a cache. The context is causal, and its rows predict the next
+token. The rows of a block that is denoised attend to each other and predict their own tokens.
 
 - `diffusion`: blocks of a seed and masks.
-- `autoregressive`: one token a forward.
-- `self_speculation`: a block is drafted, and a causal forward of it says how much of it stands.
+- `autoregressive`: one token per forward pass.
+- `self_speculation`: a block is drafted, and a causal forward pass accepts a prefix of it.
 
-All return the answer up to and including its first stop token, and cut at `gen_length`. Deviations
-from the source: the mask token is never proposed as a seed, a draft or a confirmation; a seed that
-is a stop token ends the answer; no forward is made for what lies behind the answer; in
-self-speculation thinking ends in the answer where it ends in `autoregressive`.
+All return the answer up to and including its first stop token, cut at `gen_length`. Deviations from
+the source: the mask token is never proposed as a seed, a draft or a confirmation. A seed that is a
+stop token ends the answer. No forward pass is made for positions after the answer. In
+self-speculation, thinking ends at the same position of the answer as in `autoregressive`.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,26 +23,26 @@ from torch import Tensor
 
 from tests.reference.block_loops import Decoded, NoEnd, most_confident, quotas
 
-# tokens of positions 0..T-1, the first so many of which see only those before -> logits [T, V]
+# (tokens of positions 0..T-1, number of leading positions that are causal) -> logits [T, V]
 LogitsOf = Callable[[Sequence[int], int], Tensor]
 
 
 class Thinking(NamedTuple):
-    """The tokens that begin and end it, and the most that the answer may have of it."""
+    """The tokens that begin and end thinking, and its maximum number of tokens in the answer."""
 
     begin: int
     end: int
     budget: int
 
     def place(self, prompt: Sequence[int], answer: Sequence[int], end: int) -> int | None:
-        """Where in the answer, before `end`, it is ended; None for nowhere."""
+        """Return the position in the answer, before `end`, at which thinking is ended, or None."""
         newest = [token for token in prompt if token in (self.begin, self.end)][-1:]
         is_over = self.end in answer or (newest == [self.end] and self.begin in prompt)
         return None if is_over or self.budget >= end else max(self.budget, len(answer))
 
 
 class _Text:
-    """Prompt and answer so far, and the forwards so far."""
+    """Prompt and answer so far, and the number of forward passes so far."""
 
     def __init__(
         self, logits_of: LogitsOf, prompt: Sequence[int], mask_id: int, stop_ids: Collection[int]
@@ -54,7 +54,7 @@ class _Text:
         self.history: list[list[int]] = []
 
     def following(self, block: Sequence[int] = ()) -> list[int]:
-        """What a causal forward predicts behind the newest token, and behind each of `block`."""
+        """Return the causal predictions after the latest token and after each token of `block`."""
         tokens = [*self.prompt, *self.answer, *block]
         self.forwards += 1
         logits = self.logits_of(tokens, len(tokens))[-1 - len(block) :].clone()
@@ -62,7 +62,7 @@ class _Text:
         return [int(row.argmax()) for row in logits]
 
     def denoised(self, block: Sequence[int], *, forbids_mask: bool) -> dict[int, tuple[int, float]]:
-        """Token and confidence of every mask of a block behind the answer, by place in it."""
+        """Return token and confidence of the masks of a block after the answer, by index in it."""
         start = len(self.prompt) + len(self.answer)
         self.forwards += 1
         logits = self.logits_of([*self.prompt, *self.answer, *block], start)[start:].clone()
@@ -94,7 +94,7 @@ def diffusion(
     stop_ids: Collection[int] = (),
     thinking: Thinking | None = None,
 ) -> Decoded:
-    """`generate` of the release: the best and all that reach the threshold, or a share a step."""
+    """Run `generate` of the release: commit the best and all above the threshold, or a share."""
     text = _Text(logits_of, prompt, mask_id, stop_ids)
     while len(text.answer) < gen_length:
         (seed,) = text.following()
@@ -130,7 +130,7 @@ def _before_mask(text: _Text, block: Sequence[int]) -> int:
 
 
 def _ends(text: _Text, block: Sequence[int]) -> bool:
-    """Whether a stop token has no mask before it."""
+    """Return whether a stop token has no mask before it."""
     return not text.stop_ids.isdisjoint(block[: _before_mask(text, block)])
 
 
@@ -144,7 +144,7 @@ def autoregressive(
     stop_ids: Collection[int] = (),
     thinking: Thinking | None = None,
 ) -> Decoded:
-    """One token a forward."""
+    """Decode one token per forward pass."""
     text = _Text(logits_of, prompt, mask_id, stop_ids)
     while len(text.answer) < gen_length:
         (token,) = text.following()
@@ -169,7 +169,7 @@ def self_speculation(
     stop_ids: Collection[int] = (),
     draft: LogitsOf | None = None,
 ) -> Decoded:
-    """`linear_spec_generate` of the release; `draft` are the logits of drafts, if others."""
+    """Run `linear_spec_generate` of the release; `draft` may compute the logits of drafts."""
     text = _Text(logits_of, prompt, mask_id, stop_ids)
     text.answer = text.following()
     while len(text.answer) < gen_length and text.stop_ids.isdisjoint(text.answer):

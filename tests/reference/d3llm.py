@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoders of d3LLM (arXiv:2601.07568): entropy thresholds, several blocks at once.
 
-`multi_block` opens the next block while earlier ones still have masks, with or without a delayed
+`multi_block` opens the next block while earlier blocks still have masks, with or without a delayed
 reuse of keys and values.
 """
 
@@ -35,15 +35,15 @@ ENTROPY = Score("entropy", 1e-12)
 
 
 def select_entropy(entropies: Sequence[float], threshold: float) -> list[int]:
-    """The lowest entropy always, and every other up to the threshold; ties to the lowest index."""
+    """Return the lowest entropy and all others up to the threshold; ties go to the lowest index."""
     order = best_first([-entropy for entropy in entropies])
     return order[:1] + [i for i in order[1:] if entropies[i] <= threshold]
 
 
 def by_entropy(threshold: float, forced: tuple[int, int] | None = None) -> Select:
-    """`select_entropy` as a rule of a loop, and the lowest of [forced) if none is in there.
+    """Return `select_entropy` as a rule of a loop.
 
-    The token of the latter is chosen without noise.
+    If it accepts no candidate in [forced), the lowest entropy there is accepted, without noise.
     """
 
     def select(candidates: Candidates) -> Selection:
@@ -72,7 +72,7 @@ class Block:
     end: int
     num_masked: int
     full: bool
-    done_at: int | None = None  # the iteration that first saw it without masks
+    done_at: int | None = None  # the first iteration in which it had no masks
     cached: bool = False
 
     @property
@@ -98,17 +98,17 @@ def multi_block(
     variant: str = "llada",
     **options: Any,
 ) -> Decoded:
-    """Several blocks at once.
+    """Decode several blocks at once.
 
-    variant llada: the lowest entropy of all is always accepted, others up to the threshold
-    (default 0.5). variant dream: only entropies strictly below the threshold (default 0.9). In
-    both the first full block with masks accepts one at least. cache "delayed" reuses keys and
-    values of blocks that have been without masks for cache_delay_iter iterations.
+    variant llada: the lowest entropy of all is always accepted, and others up to the threshold
+    (default 0.5). variant dream: only entropies strictly below the threshold are accepted (default
+    0.9). In both, the first full block with masks accepts at least one. cache "delayed" reuses keys
+    and values of blocks that have been without masks for cache_delay_iter iterations.
 
-    Deviations from the published code: the cache keeps the rows before `cached_len` only (there
-    it may hold some twice), num_forwards leaves out a last iteration that ends before its
-    forward, and an accepted mask token is not counted as decoded.
-    Raises RuntimeError when a forward changes nothing.
+    Deviations from the published code: the cache only has the rows before `cached_len` (in the
+    source it may hold some rows twice), num_forwards does not count a last iteration that ends
+    before its forward pass, and an accepted mask token is not counted as decoded. Raises
+    RuntimeError if a forward pass changes nothing.
     """
     if threshold is None:
         threshold = 0.5 if variant == "llada" else 0.9
@@ -184,13 +184,13 @@ class _Blocks:
         ]
 
     def promote(self) -> None:
-        """Blocks become full once the one before is decoded far enough."""
+        """Make blocks full whose previous block is sufficiently decoded."""
         for before, block in pairwise(self.created):
             if not block.full and before.progress >= self.decoded_token_threshold:
                 block.full = True
 
     def create_next(self) -> None:
-        """One more block, if any is left and the newest one is decoded far enough."""
+        """Create one more block if any is left and the latest one is sufficiently decoded."""
         last = self.created[-1]
         enough = last.progress >= self.block_add_threshold or last.num_masked == 0
         if len(self.created) <= self.num_blocks and enough:
@@ -200,7 +200,7 @@ class _Blocks:
             self.created.append(Block(last.end, end, num_masked, is_full))
 
     def fill_after_eos(self, is_caching: bool) -> int | None:
-        """EOS behind the first EOS of the canvas; that position, or None without EOS."""
+        """Fill positions after the canvas's first EOS with EOS, and return its position or None."""
         row, eos = self.loop.row, self.loop.options.ids.eos
         ends = [p for p in range(self.loop.prompt_len, len(row)) if row[p] == eos]
         if not ends:
@@ -219,7 +219,7 @@ class _Blocks:
 
 
 class _Delayed:
-    """Which rows of keys and values are reused, and the forwards that do."""
+    """The rows of keys and values that are reused, and the forward passes that reuse them."""
 
     def __init__(
         self, loop: Loop, blocks: _Blocks, delay: int, refresh_interval: int, variant: str
@@ -230,10 +230,10 @@ class _Delayed:
         self.refresh_interval = refresh_interval
         self.variant = variant
         self.cached_len = 0
-        self.kv: KeyValues | None = None  # of the last forward: all rows
+        self.kv: KeyValues | None = None  # all rows of the last forward pass
 
     def logits(self, iteration: int, active_end: int) -> Tensor | None:
-        """Logits [T, V] of one iteration, NaN outside the window; None when all is decided."""
+        """Return logits [T, V] of an iteration, NaN outside the window; None if all is decided."""
         cached_before = self.cached_len
         listed = self._newly_cached(iteration)
         stabilising = [
@@ -261,7 +261,7 @@ class _Delayed:
         return logits
 
     def _newly_cached(self, iteration: int) -> list[Block]:
-        """Marks blocks without masks, and lists those that have waited long enough."""
+        """Mark blocks without masks, and return the blocks that have waited long enough."""
         listed = []
         for block in self.blocks.created:
             if block.end <= self.cached_len:

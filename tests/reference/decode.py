@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding loops of LLaDA, one sequence at a time, as plainly as they can be written.
+"""The decoding loops of LLaDA, one sequence at a time, written plainly.
 
 Sources: `semi_ar` is the generate loop of the public LLaDA repository (arXiv:2502.09992);
 `threshold` is the no-cache loop of Fast-dLLM (arXiv:2505.22618), which accepts every candidate
 above a confidence threshold, or runs the same quotas without idle steps.
 
 A row is the prompt (P tokens) followed by the canvas (N mask ids); V is the number of logit
-columns. Deviation from both sources: where they leave ties to the sorting routine, the lowest
-position wins here. Random numbers come from callbacks, so that any stream can be fed.
+columns. Deviation from both sources: the lowest position wins a tie, which the sources leave to
+their sorting routine. Random numbers come from callbacks, so that tests can supply any stream.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,10 +23,10 @@ MINUS_INF = float("-inf")
 
 
 class LogitModel(Protocol):
-    """Anything with logits(ids int64 [B, T]) -> [B, T, V], as the head gives them.
+    """A model with logits(ids int64 [B, T]) -> [B, T, V], as the head computes them.
 
-    An attribute logit_shift of 1 says that logits at position i predict the token at i + 1; the
-    loops then read those of the position before. Without the attribute there is no shift.
+    With an attribute logit_shift of 1, logits at position i predict the token at i + 1, and the
+    loops read the logits of the previous position. Without the attribute there is no shift.
     """
 
     def logits(self, ids: Tensor) -> Tensor: ...
@@ -46,17 +46,18 @@ UniformScores = Callable[[int, Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """What both loops have in common.
+    """Options that both loops have in common.
 
-    The callbacks get the number of forwards made before this one as `step`, and canvas positions
-    (0 is the first generated token; a mask inside the prompt has a negative one). They are asked
-    for eligible positions only.
+    The callbacks receive the number of earlier forward passes as `step`, and canvas positions (0 is
+    the first generated token; a mask inside the prompt has a negative one). They are only called
+    for eligible positions.
 
     confidence_dtype: "logits" (the model's), "float32" or "float64".
-    guard_mask_token: off in the published loops. When a forward would change nothing because every
-    accepted token is the mask itself, the best position is accepted with its best other token
-    instead: tokens are chosen again without the mask column, scores are the probabilities of those
-    tokens (the softmax still includes the mask column), and the highest score wins.
+
+    guard_mask_token: off in the published loops. If a forward pass would change nothing because
+    every accepted token is the mask itself, the best position is accepted with its best other token
+    instead. Tokens are then chosen again without the mask column, scores are the probabilities of
+    these tokens (the softmax still includes the mask column), and the highest score wins.
     """
 
     ids: SpecialIds
@@ -84,12 +85,12 @@ class Candidates:
 
 
 class Margin(NamedTuple):
-    """How far a score was from deciding otherwise."""
+    """The distance of a score from another decision."""
 
     kind: str  # "order" or "threshold"
-    candidate: int  # its index
+    candidate: int  # index of the candidate
     gap: float
-    scale: float  # of the scores compared
+    scale: float  # magnitude of the compared scores
 
 
 class Selection(NamedTuple):
@@ -97,15 +98,15 @@ class Selection(NamedTuple):
 
     accepted: list[int]
     margins: list[Margin]
-    plain: Collection[int] = ()  # of these the token chosen without noise is committed
+    plain: Collection[int] = ()  # candidates that commit the token chosen without noise
 
 
 @dataclass(frozen=True)
 class Score:
-    """What ranks the candidates; the highest is accepted first.
+    """The score that ranks the candidates; the highest one is accepted first.
 
     confidence: probability of the token. entropy: sum p log(p + epsilon), the negative entropy.
-    With remasking random both are replaced by a random number U, the entropy by -U.
+    With random remasking, both are replaced by a random number: U, or -U for the entropy.
     """
 
     kind: str
@@ -117,7 +118,7 @@ Select = Callable[[Candidates], Selection]
 
 
 class NearTie(NamedTuple):
-    """A decision that a small rounding difference could turn."""
+    """A decision that a small difference of rounding could reverse."""
 
     step: int
     kind: str  # "token", "order" or "threshold"
@@ -127,7 +128,7 @@ class NearTie(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One forward. Positions are row positions."""
+    """One forward pass. Positions are row positions."""
 
     index: int
     block: int
@@ -138,7 +139,7 @@ class Step:
     last_accepted: float | None  # score
     first_rejected: float | None  # score
     exact_scores: bool  # scores are injected random numbers, not computed confidences
-    demotes: bool  # confidence_eos_eot_inf: tokens of positions not accepted matter too
+    demotes: bool  # confidence_eos_eot_inf: tokens of rejected positions matter as well
     margins: list[Margin]
 
     @property
@@ -148,32 +149,32 @@ class Step:
 
 
 class Decoded(NamedTuple):
-    ids: list[int]  # the N ids of the canvas; mask ids where decoding left or stopped
-    num_forwards: int  # a guided forward (two sequences) counts once
+    ids: list[int]  # the N ids of the canvas, with mask ids where decoding left them or stopped
+    num_forwards: int  # a guided forward pass (two sequences) counts once
     trace: list[Step]
 
 
 def num_transfer_tokens(num_masked: int, num_steps: int) -> list[int]:
-    """How many masks each step of a block commits: equal shares, the first ones take the rest."""
+    """Return the number of masks per step of a block: equal shares, one more in the first steps."""
     share, rest = divmod(num_masked, num_steps)
     return [share + 1 if step < rest else share for step in range(num_steps)]
 
 
 def order_margin(scores: Sequence[float], last: int, first: int) -> Margin:
-    """Candidate `last` was accepted and `first` not, because its score is lower (or equal)."""
+    """Return the margin of accepting `last` and rejecting `first`, whose score is not higher."""
     return Margin("order", last, scores[last] - scores[first], _scale(scores[last]))
 
 
 def threshold_margins(
     scores: Sequence[float], limit: float, indices: Iterable[int] | None = None
 ) -> list[Margin]:
-    """Candidates (all by default) were compared with a limit."""
+    """Return the margins of candidates (by default of all) that were compared with a limit."""
     indices = range(len(scores)) if indices is None else indices
     return [Margin("threshold", i, abs(scores[i] - limit), _scale(limit)) for i in indices]
 
 
 def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Tensor:
-    """Gumbel-max noise exp(L) / (-log U)^temperature in float64; logits as they are at 0."""
+    """Add Gumbel-max noise exp(L) / (-log U)^temperature in float64; 0 leaves logits unchanged."""
     if temperature == 0:
         return logits
     if uniform is None:
@@ -183,14 +184,14 @@ def add_noise(logits: Tensor, temperature: float, uniform: Tensor | None) -> Ten
 
 
 def aligned(model: LogitModel, raw: Tensor) -> Tensor:
-    """Logits [..., T, V] whose row i predicts the token at i; row 0 is its own if they shift."""
+    """Return logits [..., T, V] whose row i predicts token i; if shifted, row 0 is its own."""
     return shift_right(raw) if getattr(model, "logit_shift", 0) else raw
 
 
 def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Options) -> Tensor:
-    """Logits [T, V] of a row [T]; with cfg_scale, guided by the row whose prompt is masked.
+    """Return logits [T, V] of a row [T]; cfg_scale guides them by the row whose prompt is masked.
 
-    known [T] marks the positions that were no masks before decoding began.
+    known [T] marks the positions that were not masked before decoding began.
     """
     if options.cfg_scale == 0:
         return aligned(model, model.logits(row[None]))[0]
@@ -201,25 +202,26 @@ def guided_logits(model: LogitModel, row: Tensor, known: Tensor, options: Option
 
 
 def select_quota(scores: Sequence[float], quota: int) -> list[int]:
-    """Indices of the `quota` highest scores, best first, ties to the lowest index."""
+    """Return the indices of the `quota` highest scores, best first; ties go to the lowest index."""
     return best_first(scores)[:quota]
 
 
 def select_threshold(scores: Sequence[float], threshold: float) -> list[int]:
-    """The best index always, and every other whose score is at least the threshold."""
+    """Return the best index and all others whose score is at least the threshold."""
     order = best_first(scores)
     return order[:1] + [i for i in order[1:] if scores[i] >= threshold]
 
 
 def by_quota(quota: int) -> Select:
-    """`select_quota` as a rule of a loop."""
+    """Return `select_quota` as a rule of a loop."""
 
     def select(candidates: Candidates) -> Selection:
         scores, order = candidates.scores, best_first(candidates.scores)
         margins = []
         if 0 < quota < len(order):
             last, first = order[quota - 1], order[quota]
-            # Two scores of exactly 0 are demoted tokens, not rounding: the lowest position wins.
+            # Two scores of exactly 0 are demoted tokens, without rounding: the lowest position
+            # wins.
             if scores[last] != 0 or scores[first] != 0:
                 margins.append(order_margin(scores, last, first))
         return Selection(select_quota(scores, quota), margins)
@@ -228,7 +230,7 @@ def by_quota(quota: int) -> Select:
 
 
 def by_threshold(threshold: float) -> Select:
-    """`select_threshold` as a rule of a loop."""
+    """Return `select_threshold` as a rule of a loop."""
 
     def select(candidates: Candidates) -> Selection:
         scores, order = candidates.scores, best_first(candidates.scores)
@@ -251,11 +253,11 @@ def semi_ar(
     early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
-    """LLaDA's semi-autoregressive loop: fixed quotas, always steps / blocks forwards per block.
+    """Run LLaDA's semi-autoregressive loop: fixed quotas, always steps / blocks forwards per block.
 
-    skip_idle_steps leaves out forwards whose quota is 0 (they commit nothing). early_stop_ids ends
-    after a block without masks that contains one of them; later canvas positions stay masked.
-    Other keywords: see Options. Raises ValueError when the lengths do not divide.
+    skip_idle_steps omits forward passes with a quota of 0, which commit nothing. early_stop_ids
+    ends decoding after a block without masks that contains one of them; later canvas positions stay
+    masked. For other keywords see Options. Raises ValueError if the lengths do not divide.
     """
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     num_blocks, block_steps = split_steps(gen_length, block_length, steps)
@@ -280,11 +282,11 @@ def threshold(
     early_stop_ids: Collection[int] = (),
     **options: Any,
 ) -> Decoded:
-    """Fast-dLLM's loop without cache: forwards until the block has no masks.
+    """Run Fast-dLLM's loop without cache: forward passes until the block has no masks.
 
     Every eligible candidate whose score reaches the threshold is accepted, and the best one always.
-    Raises ValueError when the lengths do not divide, RuntimeError when masks cannot go away
-    because the model predicts the mask (the published loop spins or fails there).
+    Raises ValueError if the lengths do not divide, and RuntimeError if masks remain forever because
+    the model predicts the mask (the published loop spins or fails there).
     """
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     num_blocks, _ = split_steps(gen_length, block_length, None)
@@ -301,17 +303,17 @@ def threshold(
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
-    """Indices by falling score, ties by index."""
+    """Return the indices by descending score; ties by ascending index."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
 
 
 def truncate(
     ids: Sequence[int], stop_ids: Collection[int], mask_id: int | None = None
 ) -> tuple[list[int], str]:
-    """The answer within a canvas: the ids before the first stop id, and the finish reason.
+    """Return the answer within a canvas, the ids before the first stop id, and the finish reason.
 
-    The reason is "stop", or "length" when there is no stop id. Raises ValueError when a mask id
-    comes before the first stop id: that answer is not complete.
+    The reason is "stop", or "length" without a stop id. Raises ValueError if a mask id precedes the
+    first stop id, because that answer is not complete.
     """
     answer, reason = list(ids), "length"
     for i, token in enumerate(ids):
@@ -324,7 +326,7 @@ def truncate(
 
 
 def near_ties(trace: Iterable[Step], tolerance: float = 1e-4) -> list[NearTie]:
-    """Decisions of a run whose margin is within a relative tolerance.
+    """Return the decisions of a run whose margin is within a relative tolerance.
 
     token: best and second best logit of an accepted position (relative to the largest logit);
     order: last accepted and first rejected score; threshold: a score and the threshold.
@@ -338,7 +340,7 @@ def near_ties(trace: Iterable[Step], tolerance: float = 1e-4) -> list[NearTie]:
 
 
 class Loop:
-    """The row being decoded and its history."""
+    """The row that is decoded, and its history."""
 
     def __init__(
         self, model: LogitModel, prompt_ids: Iterable[int], gen_length: int, options: Options
@@ -356,7 +358,7 @@ class Loop:
         return start, start + block_length
 
     def masked(self, start: int, end: int) -> list[int]:
-        """Row positions in [start, end) that hold a mask."""
+        """Return the row positions in [start, end) that hold a mask."""
         row = self.row.tolist()
         return [p for p in range(start, end) if row[p] == self.options.ids.mask]
 
@@ -364,10 +366,10 @@ class Loop:
         return len(self.masked(start, end))
 
     def check_change(self) -> None:
-        """Raises RuntimeError if the last forward changed nothing and no later one would.
+        """Raise RuntimeError if the last forward pass changed nothing and no later one would.
 
-        That happens when the model predicts the mask at all accepted positions. With random
-        numbers the next forward may differ; a loop then ends after many forwards.
+        That happens if the model predicts the mask at all accepted positions. With random numbers
+        the next forward pass may differ, so that a loop only ends after many forward passes.
         """
         before = self.trace[-1].row
         random = self.options.temperature > 0 or self.options.remasking == "random"
@@ -377,7 +379,7 @@ class Loop:
             raise RuntimeError(f"block {block}: masks remain, the model predicts the mask")
 
     def may_stop(self, end: int, stop_ids: Collection[int]) -> bool:
-        """Whether all up to `end` is decided and the canvas up to there holds a stop id."""
+        """Return whether all positions before `end` are decided, with a stop id in the canvas."""
         decided = self.row[self.prompt_len : end].tolist()
         return self.num_masked(0, end) == 0 and any(token in stop_ids for token in decided)
 
@@ -385,7 +387,7 @@ class Loop:
         return Decoded(self.row[self.prompt_len :].tolist(), len(self.trace), self.trace)
 
     def forward(self, block: int, end: int, select: Select) -> None:
-        """One forward; commits among all masks before `end`."""
+        """Run one forward pass, which commits among all masks before `end`."""
         eligible = self.masked(0, end)
         logits = guided_logits(self.model, self.row, self.known, self.options)
         self.decide(block, logits, eligible, select)
@@ -399,7 +401,7 @@ class Loop:
         *,
         score: Score = CONFIDENCE,
     ) -> Step:
-        """Commits some of the eligible row positions by the logits [T, V] of one forward."""
+        """Commit some of the eligible row positions, given the logits [T, V] of a forward pass."""
         row_before = tuple(self.row.tolist())
         candidates = self.propose(logits, eligible, score)
         chosen, margins, plain = select(candidates)
@@ -435,7 +437,7 @@ class Loop:
     def propose(
         self, logits: Tensor, eligible: list[int], score: Score, exclude_mask: bool = False
     ) -> Candidates:
-        """Token and score of each eligible row position from the logits [T, V] of a forward."""
+        """Return token and score of each eligible row position from the logits [T, V]."""
         options, step = self.options, len(self.trace)
         canvas_positions = [p - self.prompt_len for p in eligible]
         if not eligible:
@@ -455,7 +457,7 @@ class Loop:
             choice[:, options.ids.mask] = MINUS_INF
         tokens = choice.argmax(dim=1)
         plain_tokens = logits.argmax(dim=1).tolist()
-        # In the log domain before the next lines write into the same storage.
+        # The log domain is entered before the next lines write into the same storage.
         top_two = choice.double().topk(2, dim=1).values
         if options.temperature > 0:
             top_two = top_two.log()
@@ -463,7 +465,7 @@ class Loop:
 
         if options.confidence_eos_eot_inf:
             # As published: at temperature 0 `noised` IS `logits`, so both columns disappear from
-            # the softmax; with noise it is another tensor and only EoT does.
+            # the softmax. With noise it is another tensor, and only EoT disappears.
             noised[:, options.ids.eos] = MINUS_INF
             logits[:, options.ids.eot] = MINUS_INF
         return Candidates(
@@ -478,7 +480,7 @@ class Loop:
     def _scores(
         self, logits: Tensor, tokens: Tensor, canvas_positions: list[int], score: Score
     ) -> list[float]:
-        """Noise-free score of each token, or the injected random number."""
+        """Return the noise-free score of each token, or the injected random number."""
         options = self.options
         sign = -1 if score.kind == "entropy" else 1
         if options.remasking == "random":
@@ -499,12 +501,12 @@ class Loop:
 
 
 def _scale(value: float) -> float:
-    """What a gap is relative to; near 0 the rounding of logits does not shrink any further."""
+    """Return the scale of a gap; near 0, the rounding of logits does not decrease any further."""
     return max(abs(value), 0.05)
 
 
 def split_steps(gen_length: int, block_length: int, steps: int | None) -> tuple[int, int]:
-    """Number of blocks and steps of each; without steps, one step per token."""
+    """Return the number of blocks and of steps per block; the default is one step per token."""
     if block_length < 1 or gen_length < 1 or gen_length % block_length != 0:
         raise ValueError(
             f"block_length: wanted a divisor of gen_length {gen_length}, got {block_length}"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoders of dInfer (arXiv:2510.08666): threshold, hierarchy and credit.
 
-All work on one block after the other (fast_dllm.run_blocks), candidates are the block's masks.
+All of them decode one block after the other (fast_dllm.run_blocks). Candidates are the masks of the
+block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,9 +32,9 @@ SLACK = 1e-5
 def select_threshold_eligible(
     tokens: Sequence[int], scores: Sequence[float], threshold: float, mask: int
 ) -> list[int]:
-    """Indices, best first, of candidates whose token is not the mask.
+    """Return the accepted candidates, best first, whose tokens are not the mask.
 
-    Accepted is what reaches the threshold; if nothing does, all within 1e-5 of the best.
+    Candidates that reach the threshold are accepted, or else all within 1e-5 of the best.
     """
     order = [i for i in best_first(scores) if tokens[i] != mask]
     if not order:
@@ -43,10 +44,10 @@ def select_threshold_eligible(
 
 
 def by_threshold_eligible(threshold: float, mask: int) -> Select:
-    """`select_threshold_eligible` as a rule of a loop.
+    """Return `select_threshold_eligible` as a rule of a loop.
 
-    Where every token is the mask, the best of them is accepted, which changes nothing: the loop
-    raises, or its guard takes over.
+    If every token is the mask, the best one is accepted. That changes nothing, so that the loop
+    raises or its guard acts.
     """
 
     def select(candidates: Candidates) -> Selection:
@@ -70,10 +71,11 @@ def select_hierarchy(
     threshold: float | None,
     low_threshold: float,
 ) -> list[int]:
-    """Indices, best first, accepted by any of three rules.
+    """Return the indices that any of three rules accepts, best first.
 
-    The best candidate; everything above the threshold (if any); and, of each run of consecutive
-    positions, all that equal the run's maximum if that is above low_threshold.
+    The rules accept the best candidate, everything above the threshold (if there is one), and in
+    each run of consecutive positions all that equal the run's maximum, if that is above
+    low_threshold.
     """
     order = best_first(scores)
     accepted = set(order[:1])
@@ -87,7 +89,7 @@ def select_hierarchy(
 
 
 def runs_of(positions: Sequence[int]) -> list[list[int]]:
-    """Indices of ascending positions, in maximal runs of consecutive positions."""
+    """Return the indices of ascending positions in maximal runs of consecutive positions."""
     runs: list[list[int]] = []
     for i, position in enumerate(positions):
         if i > 0 and positions[i - 1] == position - 1:
@@ -98,7 +100,7 @@ def runs_of(positions: Sequence[int]) -> list[list[int]]:
 
 
 def by_hierarchy(threshold: float | None, low_threshold: float) -> Select:
-    """`select_hierarchy` as a rule of a loop."""
+    """Return `select_hierarchy` as a rule of a loop."""
 
     def select(candidates: Candidates) -> Selection:
         positions, scores = candidates.positions, candidates.scores
@@ -131,10 +133,10 @@ def hierarchy(
     early_stop: bool = False,
     **options: Any,
 ) -> Decoded:
-    """The hierarchical decoder: the best of each run of masks, if it is good enough.
+    """Run the hierarchical decoder: accept the best of each run of masks if it is good enough.
 
-    early_stop: after a block that holds EOS, everything behind the block becomes EOS and decoding
-    ends. Other keywords: see Options and fast_dllm.run_blocks.
+    early_stop: after a block that holds EOS, all later positions become EOS and decoding ends. For
+    other keywords see Options and fast_dllm.run_blocks.
     """
     options.setdefault("confidence_dtype", "logits")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
@@ -162,12 +164,12 @@ def credit(
     cache: str = "none",
     **options: Any,
 ) -> Decoded:
-    """The credit decoder: tokens that stay likely over the forwards of a block gain logits.
+    """Run the credit decoder: tokens that stay likely within a block gain logits.
 
-    A table C of the block (zero at its first forward) is multiplied by beta at later forwards,
-    then grows by p^gamma at the likeliest token (probability p, fp32) of every masked position.
-    logits + alpha ln(C + 1) go through the threshold decoder: tokens and confidences.
-    Other keywords: see Options and fast_dllm.run_blocks.
+    A table C of the block is zero at its first forward pass, and is multiplied by beta at later
+    ones. Then it grows by p^gamma at the likeliest token (probability p, fp32) of every masked
+    position. The threshold decoder takes tokens and confidences from logits + alpha ln(C + 1). For
+    other keywords see Options and fast_dllm.run_blocks.
     """
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     select = by_threshold_eligible(threshold, loop.options.ids.mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference run behind the parameters of a request."""
+"""The reference run for the parameters of a request."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -52,15 +52,15 @@ def run(
     confidence_dtype: str = "float32",
     **parameters: Any,
 ) -> decode.Decoded:
-    """The whole canvas that the source of `algorithm` makes of a request.
+    """Return the whole canvas that the source of `algorithm` gives for a request.
 
-    `parameters` are request parameters by their own names: gen_length and, but for dream,
-    block_length; steps for semi_ar and dream; what else the loop takes. Idle steps of semi_ar and
-    dream make no forward. multi_block follows d3LLM-Dream (variant "dream") for a model with
-    shifted logits, unless told otherwise; full_attn_multi_block has a threshold for each. With a
-    seed, random numbers are those of Philox.
+    `parameters` are request parameters by their own names: gen_length; block_length, except for
+    dream; steps for semi_ar and dream; and other parameters of the loop. Idle steps of semi_ar and
+    dream make no forward pass. multi_block follows d3LLM-Dream (variant "dream") for a model with
+    shifted logits, unless a variant is given; full_attn_multi_block has a threshold for each. With
+    a seed, random numbers are those of Philox.
 
-    Raises ValueError for a cache that the algorithm does not have.
+    Raises ValueError for a cache that the algorithm does not support.
     """
     if cache not in CACHES[algorithm]:
         raise ValueError(f"cache: {algorithm} wants one of {CACHES[algorithm]}, got {cache!r}")

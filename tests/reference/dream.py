@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dream's diffusion_generate (arXiv:2508.15487), one sequence at a time.
 
-The schedule commits a share of the masks at every step, over the whole canvas: no blocks, always
-`steps` forwards. Logits are read from the position before (see decode.aligned).
+The schedule commits a share of the masks at every step, over the whole canvas: there are no blocks,
+and always `steps` forward passes. Logits are read from the previous position (see decode.aligned).
 
 Deviations from the published code: ties go to the lowest position, and random numbers come from
-callbacks. Step and positions mean the same as in decode.Options.
+callbacks. Step and positions have the meaning of decode.Options.
 """
 
 from collections.abc import Iterable
@@ -30,21 +30,21 @@ from tests.reference.decode import (
     threshold_margins,
 )
 
-FILTERED_GAP = 1e30  # between a token and one that was filtered away
+FILTERED_GAP = 1e30  # between a token and a token that was filtered out
 SUM_SCALE = 0.01  # sums of probabilities are more exact than scores
 
 
 @dataclass(frozen=True)
 class DreamOptions:
-    """Everything but the lengths.
+    """All options except the lengths.
 
     uniform_tokens draws tokens at a temperature: argmax(log p - log(-log U)).
     uniform_commits decides alg origin: committed iff U is below the step's share.
-    uniform_choices draws positions with alg_temp: the largest log w - log(-log U), which is
-    drawing without replacement in proportion to w.
-    guard_mask_token: when a step would change nothing because every accepted token is the mask,
-    the best position is accepted with its best other token instead (alg origin: the lowest
-    position); off in the published loop.
+    uniform_choices draws positions with alg_temp: the largest log w - log(-log U), which is drawing
+    without replacement in proportion to w.
+    guard_mask_token: off in the published loop. If a step would change nothing because every
+    accepted token is the mask, the best position (for alg origin, the lowest one) is accepted with
+    its best other token instead.
     """
 
     ids: SpecialIds
@@ -61,27 +61,27 @@ class DreamOptions:
 
 
 def times(steps: int, eps: float) -> Tensor:
-    """The schedule [steps + 1] from 1 to eps, in fp32."""
+    """Return the schedule [steps + 1] from 1 to eps, in fp32."""
     return torch.linspace(1, eps, steps + 1, dtype=torch.float32)
 
 
 def commit_share(schedule: Tensor, step: int) -> Tensor:
-    """Share of the masks that a step commits, an fp32 number; all at the last step."""
+    """Return the share of the masks that a step commits, in fp32; the last step commits all."""
     if step == len(schedule) - 2:
         return torch.tensor(1.0)
     return 1 - schedule[step + 1] / schedule[step]
 
 
 def num_commits(num_masked: int, schedule: Tensor, step: int) -> int:
-    """How many masks a step commits: the share of those left, in fp32, rounded down."""
+    """Return the number of masks that a step commits: the share of the rest, fp32, rounded down."""
     return int(torch.tensor(float(num_masked)) * commit_share(schedule, step))
 
 
 def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
-    """Logits [R, V] with the tokens outside top_p and top_k at the lowest finite value.
+    """Return logits [R, V] with the tokens outside top_p and top_k at the lowest finite value.
 
     top_p keeps the most likely tokens up to and including the first that makes their sum exceed
-    top_p. top_k keeps every token not below the k-th, ties included.
+    top_p. top_k keeps every token that is not below the k-th, including ties.
     """
     lowest = torch.finfo(logits.dtype).min
     if top_p is not None and top_p < 1:
@@ -105,10 +105,10 @@ def diffusion_generate(
     skip_idle_steps: bool = False,
     **options: Any,
 ) -> Decoded:
-    """Dream's loop. Confidences are computed in the dtype of the logits.
+    """Run Dream's loop. Confidences are computed in the dtype of the logits.
 
-    skip_idle_steps leaves out forwards that commit nothing by the schedule (not for alg origin);
-    random numbers then count the forwards really made. Other keywords: see DreamOptions.
+    skip_idle_steps omits forward passes that commit nothing by the schedule (not for alg origin);
+    random numbers then count the forward passes that are made. For other keywords see DreamOptions.
     """
     loop = _Loop(model, list(prompt_ids), gen_length, DreamOptions(**options))
     schedule = times(steps, loop.options.eps)
@@ -120,7 +120,7 @@ def diffusion_generate(
 
 
 class _Loop:
-    """The row being decoded and its history."""
+    """The row that is decoded, and its history."""
 
     def __init__(
         self, model: LogitModel, prompt: list[int], gen_length: int, options: DreamOptions
@@ -177,7 +177,7 @@ class _Loop:
     def _sample(
         self, logits: Tensor, eligible: list[int], exclude_mask: bool = False
     ) -> Candidates:
-        """Token and confidence of each masked position from its logits [R, V]."""
+        """Return token and confidence of each masked position from its logits [R, V]."""
         options = self.options
         if not eligible:
             return Candidates([], [], [], [], [], 0.0)
@@ -185,8 +185,8 @@ class _Loop:
             logits = logits / options.temperature
         filtered = filter_logits(logits, options.top_p, options.top_k)
         p = torch.softmax(filtered, dim=1)
-        # At temperature 0 the tokens are compared as probabilities, as published: two logits may
-        # round to the same one. Gaps are told in logits.
+        # At temperature 0 the tokens are compared as probabilities, as published, because two
+        # logits may round to the same one. Gaps are given in logits.
         choice, gaps = p, filtered.double()
         if options.temperature > 0:
             if options.uniform_tokens is None:
@@ -215,7 +215,7 @@ class _Loop:
         )
 
     def _top_p_margins(self, logits: Tensor) -> list[Margin]:
-        """How near a sum of probabilities comes to top_p, at any position."""
+        """Return the margins between a sum of probabilities and top_p, at any position."""
         top_p = self.options.top_p
         if top_p is None or top_p >= 1:
             return []
@@ -258,7 +258,7 @@ class _Loop:
         margins = []
         if 0 < count < len(order):
             last, first = order[count - 1], order[count]
-            # Where top_p or top_k left one token, scores are exactly equal: no rounding decides.
+            # If top_p or top_k left one token, scores are exactly equal, and no rounding decides.
             if min(candidates.token_gaps[last], candidates.token_gaps[first]) < FILTERED_GAP:
                 margins.append(order_margin(candidates.scores, last, first))
         return order[:count], margins

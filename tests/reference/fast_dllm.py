@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast-dLLM (arXiv:2505.22618): blocks with reused keys and values, and factor selection.
 
-`run_blocks` is the loop over blocks that other sources share: it decides one block after the
-other with any rule, and its forwards are whole ones or, with a cache, windows:
+`run_blocks` is the loop over blocks that other sources share. It decides one block after the other
+with any rule. Its forward passes are whole, or windows with a cache:
 
-- none: every forward reads the whole row; candidates are all masks before the block's end.
-- prefix: the first forward of a block is whole. Later ones read [block start, row end) and attend
-  to keys and values that the first one left for the positions before; candidates are the block's.
-- dual: as prefix, but later forwards read the block alone and also attend to what the first one
-  left for the positions behind it.
+- none: every forward pass reads the whole row; candidates are all masks before the block's end.
+- prefix: the first forward pass of a block is whole. Later ones read [block start, row end) and
+  attend to keys and values of the first one at earlier positions; candidates are the block's masks.
+- dual: as prefix, but later forward passes only read the block, and also attend to keys and values
+  of the first one at later positions.
 
-Where logits are shifted, a window starts one token early, because the first logits of the block
-come from the position before it.
+If logits are shifted, a window starts one token early, because the first logits of the block come
+from the previous position.
 
-Deviation from the published code, which always makes one more forward: a block without masks is
-left before the next forward.
+Deviation from the published code, which always makes one more forward pass: a block without masks
+is left before the next forward pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ from tests.reference.models import KeyValues
 
 
 class WindowModel(LogitModel, Protocol):
-    """A model whose forward can read a part of a row; see the models' forward_with_kv."""
+    """A model whose forward pass can read a part of a row; see the models' forward_with_kv."""
 
     def forward_with_kv(
         self, ids: Tensor, positions: Sequence[int], past: KeyValues | None
@@ -57,9 +57,10 @@ class WindowModel(LogitModel, Protocol):
 def window_logits(
     model: WindowModel, row: Tensor, start: int, end: int, past: KeyValues | None
 ) -> tuple[Tensor, KeyValues]:
-    """Logits [T, V] of row positions [start, end), NaN elsewhere, and the keys and values after.
+    """Return logits [T, V] of [start, end), NaN elsewhere, and the new keys and values.
 
-    Rows of `past` at positions of the window are computed anew, one token earlier if logits shift.
+    Rows of `past` in the window are computed again; if logits shift, the window starts one token
+    early.
     """
     first = max(0, start - getattr(model, "logit_shift", 0))
     raw, kv = model.forward_with_kv(row[None, first:end], range(first, end), past)
@@ -82,11 +83,11 @@ def run_blocks(
     block_only: bool = False,
     early_stop: bool = False,
 ) -> Decoded:
-    """Decides one block after the other until none has masks.
+    """Decide one block after the other until no block has masks.
 
     block_only: without cache, candidates are the block's masks only. early_stop: after a block
-    without masks that holds EOS, the positions behind it become EOS. Raises RuntimeError when a
-    forward changes nothing because the model predicts the mask (no later forward would differ).
+    without masks that holds EOS, all later positions become EOS. Raises RuntimeError if a forward
+    pass changes nothing because the model predicts the mask (no later forward pass would differ).
     """
     num_blocks, _ = split_steps(gen_length, block_length, None)
     for block in range(num_blocks):
@@ -108,7 +109,7 @@ def run_blocks(
 def block_logits(
     loop: Loop, cache: str, start: int, end: int, kv: KeyValues | None
 ) -> tuple[Tensor, KeyValues | None]:
-    """One forward of a block; kv is what its first forward left, None at first."""
+    """Run one forward pass of a block; `kv` comes from the block's first one and is None there."""
     model, row = loop.model, loop.row
     if cache == "none":
         return guided_logits(model, row, loop.known, loop.options), None
@@ -119,7 +120,7 @@ def block_logits(
 
 
 def by_rule(select: Select, score: Score = CONFIDENCE) -> Decide:
-    """The same selection at every forward."""
+    """Return a rule with the same selection at every forward pass."""
 
     def decide(loop: Loop, block: int, logits: Tensor, eligible: list[int], forwards: int) -> None:
         loop.decide(block, logits, eligible, select, score=score)
@@ -138,10 +139,10 @@ def cached(
     steps: int | None = None,
     **options: Any,
 ) -> Decoded:
-    """Threshold or, without one, LLaDA's quotas (`steps` needed), with cache prefix or dual.
+    """Run the threshold or, without one, LLaDA's quotas (`steps` needed), with a cache.
 
-    Quotas of 0 make no forward. Other keywords: see Options. Raises what `run_blocks` raises,
-    and RuntimeError when quotas run out before the masks.
+    Quotas of 0 make no forward pass. For other keywords see Options. Raises the errors of
+    `run_blocks`, and RuntimeError if masks remain after all quotas.
     """
     options.setdefault("confidence_dtype", "float64")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
@@ -155,7 +156,7 @@ def cached(
 
 def _by_quotas(block_length: int, block_steps: int) -> Decide:
     def decide(loop: Loop, block: int, logits: Tensor, eligible: list[int], forwards: int) -> None:
-        # A block's masks are all there when its quotas are made.
+        # No mask of a block is committed when its quotas are computed.
         quotas = num_transfer_tokens(block_length, block_steps)
         if forwards >= block_steps or quotas[forwards] == 0:
             raise RuntimeError(f"block {block}: masks remain, the model predicts the mask")
@@ -165,11 +166,11 @@ def _by_quotas(block_length: int, block_steps: int) -> Decide:
 
 
 def select_factor(scores: Sequence[float], factor: float) -> list[int]:
-    """The most confident indices while 1 - factor / (rank + 2) is reached, ranks from 0.
+    """Return the most confident indices while 1 - factor / (rank + 2) is reached, ranks from 0.
 
-    Let r be the first rank (rank 0 never fails) whose score is below its limit, or the last rank
-    if none is. As published, r is raised by one if it is the last rank (or 0), then r candidates
-    are accepted: a failure exactly at the last rank is accepted too.
+    Let r be the first rank whose score is below its limit (rank 0 never fails), or the last rank if
+    none is. As published, r is raised by one if it is the last rank (or 0), and then r candidates
+    are accepted. Therefore a failure exactly at the last rank is accepted, too.
     """
     order = best_first(scores)
     last = len(order) - 1
@@ -181,7 +182,7 @@ def select_factor(scores: Sequence[float], factor: float) -> list[int]:
 
 
 def by_factor(factor: float) -> Select:
-    """`select_factor` as a rule of a loop."""
+    """Return `select_factor` as a rule of a loop."""
 
     def select(candidates: Candidates) -> Selection:
         scores, order = candidates.scores, best_first(candidates.scores)
@@ -206,7 +207,7 @@ def factor(
     cache: str = "none",
     **options: Any,
 ) -> Decoded:
-    """Blocks with factor selection. Other keywords: see Options and run_blocks."""
+    """Run blocks with factor selection. For other keywords see Options and run_blocks."""
     options.setdefault("confidence_dtype", "float64")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     decide = by_rule(by_factor(factor))

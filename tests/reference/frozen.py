@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose prompt is computed once: what `cache: frozen` means, for any loop without a cache.
+"""A model whose prompt is computed once, which is `cache: frozen` for any loop without a cache.
 
-The first forward is a whole one. Its keys and values of the prompt stay; later forwards compute the
-canvas, which attends to them and to itself. With guidance a forward has two sequences, and both
-keep their own. Where logits are shifted the row before the canvas is computed with it.
+The first forward pass is whole, and its keys and values of the prompt are kept. Later forward
+passes compute the canvas, which attends to them and to itself. With guidance, a forward pass has
+two sequences with separate keys and values. If logits are shifted, the row before the canvas is
+computed again as well.
 """
 
 import torch
@@ -28,7 +29,7 @@ class FrozenPrompt:
         self._prompt: KeyValues | None = None
 
     def logits(self, ids: Tensor) -> Tensor:
-        """[B, T, V]; those of rows that are not computed are no numbers."""
+        """Return logits [B, T, V]; rows that are not computed are NaN."""
         length = ids.shape[1]
         if self._prompt is None:
             logits, kept = self._model.forward_with_kv(ids, range(length), None)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the published loops made of requests, written down in golden.jsonl.
+"""Recorded runs of the published loops, in golden.jsonl, which parity tests read.
 
-Parity tests read it. `pytest --write-golden` computes the runs that are asked for anew and writes
-them, with a digest of this folder's sources: while these are the written ones, a sample computed
-anew has nothing to say and is left out (`--references` computes it).
+`pytest --write-golden` computes the runs that the selected tests need and records them, with a
+digest of the code that produced them. While that code is unchanged, a test that computes a sample
+again is skipped, unless `--references` is given.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
+from tests.digests import digest_of
 from tests.reference import decode, dispatch
 
 FOLDER = Path(__file__).parent
@@ -24,10 +24,10 @@ MAX_PROMPTS = 40
 
 
 class Run(NamedTuple):
-    """A canvas, how many forwards it took, and the forward that decided each of its tokens.
+    """A canvas, the number of forward passes, and the pass that decided each token.
 
     filled: tokens of masks of the prompt, by position. is_clear: no decision is a near-tie and no
-    mask is left, so that every difference from it is an error.
+    mask is left, so that every difference from the run is an error.
     """
 
     ids: list[int]
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 class Store:
-    """The runs of the file by model and parameters; those that were computed again."""
+    """The runs of the file by model and parameters, and the runs that were computed again."""
 
     def __init__(self, writes: bool = False) -> None:
         self.writes = writes
@@ -59,10 +59,9 @@ def _runs_of_file() -> dict[str, Any]:
 
 
 def run(model: decode.LogitModel, prompt: Sequence[int], **parameters: Any) -> Run:
-    """The whole canvas that the published loop makes of a request.
+    """Return the recorded run of a request, with its whole canvas.
 
-    `parameters` are request parameters, among them gen_length, block_length and, for semi_ar,
-    steps.
+    `parameters` are request parameters, including gen_length, block_length and, for semi_ar, steps.
     """
     key = {"prompt": list(prompt), **parameters}
     return _as_run(written(model, key, lambda: _computed(model, prompt, parameters)))
@@ -71,21 +70,21 @@ def run(model: decode.LogitModel, prompt: Sequence[int], **parameters: Any) -> R
 def clear_case(
     model: decode.LogitModel, prompt_length: int, first_seed: int = 0, **parameters: Any
 ) -> tuple[list[int], Run]:
-    """The first of 40 prompts whose run is clear, and that run."""
+    """Return the first of 40 prompts whose run is clear, and that run."""
     key = {"prompt_length": prompt_length, "first_seed": first_seed, **parameters}
     entry = written(model, key, lambda: _searched(model, prompt_length, first_seed, parameters))
     return random_prompt(prompt_length, entry["prompt_seed"]), _as_run(entry)
 
 
 def reference(model: decode.LogitModel, prompt: Sequence[int], **parameters: Any) -> decode.Decoded:
-    """`run`, computed now, with all of its steps."""
+    """Compute a run now, and return it with all of its steps."""
     options = dict(parameters)
     algorithm = options.pop("algorithm", "threshold" if "threshold" in options else "semi_ar")
     return dispatch.run(model, prompt, ids=IDS, algorithm=algorithm, **options)
 
 
 def written(model: Any, parameters: dict[str, Any], compute: Any) -> dict[str, Any]:
-    """The JSON that `compute` last gave for these parameters and this model."""
+    """Return the recorded JSON of these parameters and this model, or compute it to be written."""
     key = json.dumps({"model": name_of(model), **parameters}, sort_keys=True)
     if STORE.writes and key not in STORE.written:
         STORE.written[key] = compute()
@@ -100,7 +99,7 @@ def _searched(
     for seed in range(first_seed, first_seed + MAX_PROMPTS):
         try:
             computed = _computed(model, random_prompt(prompt_length, seed), parameters)
-        except RuntimeError:  # the loop of the threshold cannot end where the mask is predicted
+        except RuntimeError:  # the threshold loop cannot end if the model predicts the mask
             continue
         if computed["is_clear"]:
             return {"prompt_seed": seed, **computed}
@@ -128,7 +127,7 @@ def _as_run(entry: dict[str, Any]) -> Run:
 
 
 def name_of(model: Any) -> str:
-    """Its class and the size of its weights, which changes with every one of them."""
+    """Return the class of a model and the sum of its weights, which depends on each of them."""
     if not hasattr(model, "golden_name"):
         size = sum(float(weight.double().abs().sum()) for weight in model.weights.values())
         model.golden_name = f"{type(model).__name__} {size:.7g}"
@@ -140,10 +139,9 @@ def name_of(model: Any) -> str:
 
 
 def digest() -> str:
-    """Of the sources that the runs come from."""
-    loops = [path for path in sorted(FOLDER.glob("*.py")) if not path.name.startswith("test_")]
-    sources = [*loops, FOLDER.parent / "checkpoints.py"]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    """Return a digest of the code that computes the runs."""
+    loops = [path for path in FOLDER.glob("*.py") if not path.name.startswith("test_")]
+    return digest_of([*loops, FOLDER.parent / "checkpoints.py"])
 
 
 def is_up_to_date() -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihood of a continuation, one sequence at a time, as plainly as it can be written.
+"""Likelihood of a continuation, one sequence at a time, written plainly.
 
-The estimator of LLaDA's evaluation (arXiv:2502.09992, Algorithm 3), its exact expectation by all
-maskings there are, its check for greediness, and the left-to-right chain.
+The module has the estimator of LLaDA's evaluation (arXiv:2502.09992, Algorithm 3), its exact
+expectation over all maskings, its check for greediness, and the left-to-right chain.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tests.reference.decode import LogitModel, aligned
 def log_probabilities(
     model: LogitModel, row: Sequence[int], context_length: int, cfg: float, mask: int
 ) -> torch.Tensor:
-    """[T, V] fp64 of a row with masks; guidance compares with the row whose context is masked."""
+    """Return fp64 log probabilities [T, V] of a row; guidance masks the context of a second row."""
     ids = torch.tensor([list(row)])
     logits = aligned(model, model.logits(ids))[0]
     if cfg > 0:
@@ -34,7 +34,7 @@ def cross_entropy(
     mask: int,
     cfg: float = 0.0,
 ) -> float:
-    """Of the masked tokens of the target, summed, times L over how many they are."""
+    """Return the summed loss of the masked target tokens, times L / number of masked tokens."""
     row = [*context, *(mask if i in masked else t for i, t in enumerate(target))]
     values = log_probabilities(model, row, len(context), cfg, mask)
     total = sum(-values[len(context) + i, target[i]].item() for i in masked)
@@ -48,7 +48,7 @@ def expectation(
     mask: int,
     cfg: float = 0.0,
 ) -> float:
-    """The log likelihood that the estimator has in the mean: every count, every choice of it."""
+    """Return the mean of the estimator: the average over every count, and every choice of it."""
     length, total = len(target), 0.0
     for count in range(1, length + 1):
         losses = [
@@ -70,7 +70,7 @@ def estimate(
     seed: int,
     cfg: float = 0.0,
 ) -> float:
-    """The published loop, on a CPU whose generator is seeded before it."""
+    """Run the published loop on a CPU, after seeding the global generator."""
     torch.manual_seed(seed)
     length, means = len(target), []
     for _ in range(mc_num // batch_size):
@@ -94,7 +94,7 @@ def is_greedy(
     mask: int,
     cfg: float = 0.0,
 ) -> bool:
-    """Whether the surest token of all masked positions, written one a forward, gives the target."""
+    """Return whether writing the surest masked token in each forward pass gives the target."""
     row = [*context, *[mask] * len(target)]
     for _ in target:
         values = log_probabilities(model, row, len(context), cfg, mask)
@@ -108,7 +108,7 @@ def is_greedy(
 def chain(
     model: LogitModel, tokens: Sequence[int], mask: int, end: int | None = None
 ) -> torch.Tensor:
-    """[T - 1, V]: token i from 1, given those before it; everything from i to the end masked."""
+    """Return [T - 1, V]: token i from 1, given earlier tokens and masks from i to the end."""
     end = len(tokens) if end is None else end
     rows = []
     for i in range(1, len(tokens)):

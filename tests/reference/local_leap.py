@@ -27,10 +27,10 @@ def select_local_leap(
     relaxed_threshold: float,
     radius: int,
 ) -> list[int]:
-    """Indices, best first: the best, and all whose score reaches the threshold that holds there.
+    """Return the best index and all whose score reaches the local threshold, best first.
 
-    That is the relaxed one within `radius` positions of an anchor, a candidate that reaches the
-    threshold itself.
+    The relaxed threshold applies within `radius` positions of an anchor, a candidate that reaches
+    the threshold itself.
     """
     order = best_first(scores)
     anchors = [p for p, score in zip(positions, scores, strict=True) if score >= threshold]
@@ -44,7 +44,7 @@ def select_local_leap(
 
 
 def by_local_leap(threshold: float, relaxed_threshold: float | None, radius: int) -> Select:
-    """`select_local_leap` as a rule of a loop; without a relaxed threshold, a plain threshold."""
+    """Return `select_local_leap` as a rule, or a plain threshold without a relaxed one."""
     if relaxed_threshold is None:
         return by_threshold(threshold)
 
@@ -75,10 +75,10 @@ def local_leap(
     cache: str = "none",
     **options: Any,
 ) -> Decoded:
-    """Blocks with LocalLeap's selection.
+    """Run blocks with LocalLeap's selection.
 
-    early_stop: after a block that holds EOS, everything behind the block becomes EOS and decoding
-    ends. Other keywords: see Options and fast_dllm.run_blocks.
+    early_stop: after a block that holds EOS, all later positions become EOS and decoding ends. For
+    other keywords see Options and fast_dllm.run_blocks.
     """
     options.setdefault("confidence_dtype", "float64")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain networks of the tiny models and the benchmarks as a reference of any checkpoint.
+"""The plain networks of tiny models and benchmarks as references of any checkpoint.
 
-Windows of a sequence and keys and values that are kept are added here, and the rounding of the
-released models' norms. Letters: B rows, T positions, W of a window, K key/value heads, hd head
+This module adds windows of a sequence, cached keys and values, and the rounding of the released
+models' norms. Letters: B rows, T positions, W positions of a window, K key/value heads, hd head
 size, V logit columns.
 """
 
@@ -26,7 +26,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "block_size": 0, "bd_si
 
 
 class RoundedNorm(nn.RMSNorm):
-    """Statistics in fp32, cast back, and only then times the gain."""
+    """A norm with fp32 statistics, which is cast back before it is multiplied by the gain."""
 
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(wide(x.dtype))
@@ -45,7 +45,7 @@ class KeyValues:
     layers: tuple[tuple[Tensor, Tensor], ...]
 
     def keep(self, positions: Container[int]) -> KeyValues:
-        """Only those rows whose position is among `positions`."""
+        """Return only the rows whose position is among `positions`."""
         rows = [i for i, position in enumerate(self.positions) if position in positions]
         return KeyValues(
             tuple(self.positions[i] for i in rows),
@@ -53,7 +53,7 @@ class KeyValues:
         )
 
     def overwrite(self, fresh: KeyValues) -> KeyValues:
-        """These rows, with those of `fresh` added or in the place of older ones."""
+        """Return these rows with the rows of `fresh`, which replace rows at the same positions."""
         old = self.keep(set(self.positions) - set(fresh.positions))
         positions = old.positions + fresh.positions
         order = sorted(range(len(positions)), key=positions.__getitem__)
@@ -70,14 +70,14 @@ class Reference:
     Attributes:
         network: makes the network of a config.json.
         logit_shift: logits at position i predict the token at i + logit_shift.
-        config: config.json, and what it leaves open.
+        config: config.json with defaults for missing keys.
     """
 
     network: ClassVar[Callable[[Config], Any]]
     logit_shift: ClassVar[int] = 0
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError for weights that do not fit the configuration."""
+        """Raises RuntimeError for weights that do not match the configuration."""
         self.config = DEFAULTS | config
         self._network = self.empty(config).eval()
         self._network.load_state_dict(unfuse(weights), assign=True)
@@ -89,20 +89,20 @@ class Reference:
 
     @classmethod
     def empty(cls, config: Config) -> Decoder:
-        """The network without weights."""
+        """Return the network without weights."""
         with torch.device("meta"):
             network: Decoder = cls.network(DEFAULTS | config)
         return network
 
     @classmethod
     def tensor_shapes(cls, config: Config) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a checkpoint with its shape; matrices are stored [out, in]."""
+        """Return every tensor of a checkpoint with its shape; matrices are stored [out, in]."""
         tensors = cls.empty(config).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> Self:
-        """Reads a folder; dtype is the model dtype (float64 keeps every step in float64)."""
+        """Read a folder; `dtype` is the model dtype (float64 keeps every step in float64)."""
         folder, weights = Path(path), {}
         for file in sorted(folder.glob("*.safetensors")):
             weights.update(load_file(str(file)))
@@ -118,9 +118,9 @@ class Reference:
         return dict(self._network.state_dict())
 
     def logits(self, ids: Tensor, block_length: int | None = None) -> Tensor:
-        """Raw logits [B, T, V], model dtype, of ids int64 [B, T]; see `shift_right`.
+        """Return raw logits [B, T, V], model dtype, of ids int64 [B, T]; see `shift_right`.
 
-        With a `block_length` a position sees its own block and the blocks before it.
+        With a `block_length`, a position attends to its own block and to earlier blocks.
         """
         num_positions = ids.shape[1]
         sees = None if block_length is None else block_causal(num_positions, block_length)
@@ -134,15 +134,16 @@ class Reference:
         past: KeyValues | None,
         sees: Tensor | None = None,
     ) -> tuple[Tensor, KeyValues]:
-        """Raw logits [B, W, V] of a window ids [B, W], and keys and values.
+        """Return raw logits [B, W, V] of a window ids [B, W], and keys and values.
 
-        The window attends to itself and to the rows of `past` at other positions, or to those that
-        it `sees` [W, W]. Returned are the rows of `past` overwritten by those of the window.
+        The window attends to itself and to the rows of `past` at other positions, or to the rows
+        marked by `sees` [W, W]. The returned keys and values are those of `past`, overwritten by
+        those of the window.
         """
         where, layers = tuple(positions), []
 
         def reuse(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            """Those of the next layer."""
+            """Return keys and values of the next layer."""
             fresh = KeyValues(where, ((k, v),))
             if past is not None:
                 fresh = KeyValues(past.positions, (past.layers[len(layers)],)).overwrite(fresh)
@@ -156,7 +157,7 @@ class Reference:
         return logits, KeyValues(every, tuple(layers))
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
-        """Rows x [B, T, D] behind the feed-forward of a layer, and its norm before."""
+        """Return rows x [B, T, D] after the feed-forward stage of a layer, including its norm."""
         module = self._network.model["layers"][layer]
         return x + module.mlp(module.post_attention_layernorm(x))
 
@@ -166,7 +167,7 @@ class LLaDAReference(Reference):
 
 
 class DreamReference(Reference):
-    """Dream's, and DiffuLLaMA's, whose layers are Llama's: the same without biases."""
+    """Dream, and DiffuLLaMA, whose layers are those of Llama: the same without biases."""
 
     logit_shift = 1
 
@@ -192,15 +193,15 @@ class LLaDA2Reference(Reference):
 
 
 class WindowRouter(llada2.Router):
-    """Chooses experts among those that some row of a window of positions scores highest."""
+    """Chooses among the experts that some row of a window of positions scores highest."""
 
     window: int
     capacity: int
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [R, D] of one sequence, from position 0 on; shares and numbers of experts [R, top].
+        """Return shares and numbers of experts [R, top] for a sequence's rows [R, D] from 0 on.
 
-        The windows of a sequence that is no multiple of them are cut.
+        The last window of a sequence is shorter if the length is no multiple of windows.
         """
         dtype = wide(rows.dtype)
         scores = torch.sigmoid(rows.to(dtype) @ self.weight.to(dtype).T)
@@ -218,7 +219,7 @@ class WindowRouter(llada2.Router):
 
 
 class LLaDA22Reference(LLaDA2Reference):
-    """LLaDA2.2's, whose rows route by windows: of one sequence, computed as a whole."""
+    """LLaDA2.2, whose rows are routed by windows of one whole sequence."""
 
     @staticmethod
     def network(config: Config) -> Decoder:
@@ -235,12 +236,12 @@ class StableDiffCoderReference(Reference):
 
 
 class NemotronReference(Reference):
-    """Its context is causal; a block that is denoised sees itself, too."""
+    """Nemotron, whose context is causal, while a block that is denoised also attends to itself."""
 
     network = nemotron.NemotronNetwork
 
     def causal_logits(self, ids: Tensor, num_causal: int) -> Tensor:
-        """Raw logits [B, T, V]; positions from `num_causal` on see all, others those before."""
+        """Return raw logits [B, T, V]; positions from `num_causal` on attend to all positions."""
         total = ids.shape[1]
         sees = torch.ones(total, total, dtype=torch.bool).tril()
         sees[num_causal:] = True
@@ -267,7 +268,7 @@ REFERENCES: dict[str, type[Reference]] = {
 
 
 def reference_of(config: Config) -> type[Reference]:
-    """By config.json."""
+    """Return the reference class for a config.json."""
     return (
         LLaDA22Reference
         if config.get("expert_capacity")
@@ -276,18 +277,18 @@ def reference_of(config: Config) -> type[Reference]:
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The reference of a folder, in a dtype; float64 keeps every step in float64."""
+    """Return the reference of a folder; float64 keeps every step in float64."""
     config = json.loads((folder / "config.json").read_text())
     return reference_of(config).from_checkpoint(folder, dtype)
 
 
 def shift_right(raw: Tensor) -> Tensor:
-    """Logits [..., T, V] moved one position later; position 0 keeps its own row."""
+    """Return logits [..., T, V] moved one position later; position 0 keeps its own row."""
     return torch.cat([raw[..., :1, :], raw[..., :-1, :]], dim=-2)
 
 
 def unfuse(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of either layout of LLaDA-MoE, in the unfused one.
+    """Return tensors of LLaDA-MoE in the unfused layout, from either layout.
 
     Fused: mlp.w1 [E, 2I, D], gate rows before up rows, and mlp.w2 [E, D, I].
     """

@@ -28,13 +28,13 @@ from tests.reference.fast_dllm import by_rule, run_blocks
 
 
 def select_entropy_strict(entropies: Sequence[float], threshold: float) -> list[int]:
-    """The lowest entropy always, and every other below the threshold; ties to the lowest index."""
+    """Return the lowest entropy and all below the threshold; ties go to the lowest index."""
     order = best_first([-entropy for entropy in entropies])
     return order[:1] + [i for i in order[1:] if entropies[i] < threshold]
 
 
 def by_entropy_strict(threshold: float) -> Select:
-    """`select_entropy_strict` as a rule of a loop (scores are negative entropies)."""
+    """Return `select_entropy_strict` as a rule of a loop (scores are negative entropies)."""
 
     def select(candidates: Candidates) -> Selection:
         scores, order = candidates.scores, best_first(candidates.scores)
@@ -56,10 +56,10 @@ def entropy_threshold(
     cache: str = "none",
     **options: Any,
 ) -> Decoded:
-    """Per block: the lowest entropy always, others if below the threshold; epsilon 1e-8.
+    """Run one block after the other: accept the lowest entropy, and others below the threshold.
 
-    Keys and values of finished blocks are not kept: attention is bidirectional over the whole
-    row. Other keywords: see Options and fast_dllm.run_blocks.
+    Epsilon is 1e-8. Keys and values of finished blocks are not cached, because attention is
+    bidirectional over the whole row. For other keywords see Options and fast_dllm.run_blocks.
     """
     options.setdefault("confidence_dtype", "logits")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
@@ -91,13 +91,13 @@ def full_attn_multi_block(
     decoded_token_threshold: float = 0.95,
     **options: Any,
 ) -> Decoded:
-    """Several blocks at once; the last one may be shorter. Epsilon 1e-12.
+    """Decode several blocks at once; the last one may be shorter. Epsilon is 1e-12.
 
-    A block becomes active when the one before is active and decoded to block_add_threshold, and
-    full when the one before is decoded to decoded_token_threshold. Of all masks before the last
-    active block's end, those with an entropy below the threshold are accepted; the first full
-    block with masks accepts its lowest entropy at least. Raises RuntimeError when a forward
-    changes nothing because the model predicts the mask.
+    A block becomes active when the previous one is active and decoded to block_add_threshold, and
+    full when the previous one is decoded to decoded_token_threshold. Of all masks before the last
+    active block's end, masks with an entropy below the threshold are accepted. The first full block
+    with masks at least accepts its lowest entropy. Raises RuntimeError if a forward pass changes
+    nothing because the model predicts the mask.
     """
     options.setdefault("confidence_dtype", "float32")
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
@@ -134,7 +134,7 @@ def full_attn_multi_block(
 
 
 def by_entropy_below(threshold: float, forced: tuple[int, int] | None) -> Select:
-    """All entropies below the threshold, and the lowest of [forced) if none is in there."""
+    """Return a rule: entropies below the threshold, and at least the lowest one in [forced)."""
 
     def select(candidates: Candidates) -> Selection:
         scores = candidates.scores

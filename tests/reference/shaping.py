@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's fields make of logits and of a distribution, one token at a time."""
+"""The effect of a request's fields on logits and on a distribution, one token at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def edited(
     ends: Collection[int],
     words: Sequence[Sequence[int]] = (),
 ) -> torch.Tensor:
-    """Logits [N, V] of the canvas positions of a row, as a request's edits leave them.
+    """Return logits [N, V] of the canvas positions of a row after a request's edits.
 
-    `ends` are the ids that end an answer, `words` the token ids of bad words.
+    `ends` are the ids that end an answer, and `words` are the token ids of bad words.
     """
     prompt, canvas = row[:prompt_length], row[prompt_length:]
     counts = Counter(token for token in canvas if token != mask)
@@ -59,9 +59,10 @@ def edited(
 
 
 def filtered(probabilities: Sequence[float], parameters: dict[str, Any], order: str) -> list[float]:
-    """The distribution that is drawn from, of the one at the temperature.
+    """Return the distribution of draws, given the distribution at the temperature.
 
-    `order` is "top_k top_p" (top_p of what top_k leaves) or "top_p top_k" (of all).
+    `order` is "top_k top_p" (top_p applies to the tokens that top_k leaves) or "top_p top_k" (to
+    all).
     """
     left = list(probabilities)
     best = max(left)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The written runs are what the loops give, and each parameter of theirs matters."""
+"""Recorded runs equal computed ones, and each of their parameters has an effect."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.reference import golden
 from tests.reference.models import load_reference
 
 AGED = {**DELAYED, "threshold": 1.5, "block_length": 4}
-# Every parameter by cases that differ in it alone.
+# For each parameter, cases that only differ in it.
 ALIKE: dict[str, list[dict[str, Any]]] = {
     "cache": [
         {**FOUR_BLOCKS, "algorithm": "semi_ar", "steps": 16, "cache": cache}
@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("settings", ALIKE.values(), ids=ALIKE.keys())
 def test_the_settings_are_told_apart(model: Any, settings: list[dict[str, Any]]) -> None:
-    """Were a parameter ignored, tokens or forwards would differ somewhere."""
+    """If a parameter were ignored, tokens and forward passes would always be equal."""
     if model.logit_shift and "remasking" in settings[-1]:
         pytest.skip("not a parameter of Dream")
     for seed in range(20):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A head, hidden rows, and groups of them as the sampler gets them."""
+"""An output head, hidden rows, and row groups as the sampler receives them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = ServedModel(
 
 
 class HeadModel:
-    """The part of a model that sampling sees: a norm and a head over some columns."""
+    """The part of a model that sampling uses: a norm, and a head over some columns."""
 
     def __init__(self, weight: Tensor, vocab_start: int = 0, vocab_size: int | None = None) -> None:
         self.weight = weight
@@ -63,7 +63,7 @@ class GivenLogits:
 def head_model(seed: int = 0) -> HeadModel:
     generator = torch.Generator().manual_seed(seed)
     weight = 0.8 * torch.randn(NUM_COLUMNS, 16, generator=generator)
-    weight[[MASK, EOS, EOT]] *= 2  # so that the tokens with rules of their own are often the best
+    weight[[MASK, EOS, EOT]] *= 2  # tokens with special rules are often the best ones
     return HeadModel(weight)
 
 
@@ -83,7 +83,7 @@ def group(
     scoring: CandidateScoring = CONFIDENCE,
     **parameters: Any,
 ) -> RowGroup:
-    """Consecutive rows of one request; its canvas positions are the rows plus 3."""
+    """Return consecutive rows of one request, whose canvas positions are the rows plus 3."""
     assert rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
     first = rows[0] if rows else 0
     index = torch.tensor(rows, dtype=torch.int64)

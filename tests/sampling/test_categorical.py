@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What temperature, top-p and top-k leave of a distribution, by hand."""
+"""Temperature, top-p and top-k keep the tokens that a calculation by hand keeps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL = ServedModel(
 
 
 def draw(logits: Tensor, **parameters: Any) -> tuple[Tensor, Tensor]:
-    """Tokens and scores of rows at canvas positions 3, 4, ... in step 2."""
+    """Return tokens and scores of rows at canvas positions 3, 4, ... in step 2."""
     rows = torch.arange(len(logits))
     part = RowGroup(
         params=decision.decide(fields.canonical({"seed": 77, **parameters}), MODEL, [1]),
@@ -49,15 +49,15 @@ def draw(logits: Tensor, **parameters: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("parameters", "kept"),
     [
-        ({"top_p": 0.45}, [0]),  # the first entry always stays
-        ({"top_p": 0.55}, [0, 1]),  # the one that exceeds the sum stays
+        ({"top_p": 0.45}, [0]),  # the first entry is always kept
+        ({"top_p": 0.55}, [0, 1]),  # the entry that exceeds the sum is kept
         ({"top_p": 0.75}, [0, 1]),
-        ({"top_p": 0.8}, [0, 1, 2]),  # 2 and 3 are equal: the lower one stays
+        ({"top_p": 0.8}, [0, 1, 2]),  # 2 and 3 are equal: the lower one is kept
         ({"top_p": 0.0}, [0]),
         ({"top_p": 1.0}, [0, 1, 2, 3]),
         ({"top_k": 1}, [0]),
         ({"top_k": 2}, [0, 1]),
-        ({"top_k": 3}, [0, 1, 2, 3]),  # 2 and 3 are equal: ties with the k-th stay
+        ({"top_k": 3}, [0, 1, 2, 3]),  # 2 and 3 are equal: ties with the k-th are kept
         ({"top_k": 99}, [0, 1, 2, 3]),
         ({"top_k": 2, "top_p": 0.45}, [0]),
     ],
@@ -88,7 +88,7 @@ def test_tokens_are_drawn_by_the_gumbel_max_method() -> None:
 
 
 def test_equal_probabilities_go_to_the_lowest_token() -> None:
-    """Logits that differ may round to one probability."""
+    """Different logits may round to the same probability."""
     logits = torch.tensor([[-30.0, 0.0, 1e-9]])
     assert draw(logits)[0].tolist() == [1]
 
@@ -101,7 +101,7 @@ BLOCK_MODEL = dataclasses.replace(MODEL, family=SDAR)
 def of_block(
     logits: Tensor, scoring: CandidateScoring, served: ServedModel = BLOCK_MODEL, **parameters: Any
 ) -> ops.Sampled:
-    """What rows at canvas positions 0, 1, ... are sampled to, in step 2."""
+    """Return the samples of rows at canvas positions 0, 1, ... in step 2."""
     params = decision.decide(fields.canonical({"seed": 77, **parameters}), served, [1])
     part = RowGroup(
         params=params,
@@ -119,12 +119,12 @@ def of_block(
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("algorithm", ["low_confidence_dynamic", "entropy_bounded"])
 def test_tokens_that_edit_keep_their_probability(temperature: float, algorithm: str) -> None:
-    """Others have the scores that they have where such tokens may be proposed."""
+    """Other tokens have the same scores as if editing tokens could be proposed."""
     ids = dataclasses.replace(MODEL.ids, edit=(7, 9))
     served = dataclasses.replace(MODEL, family=LLADA22, ids=ids)
     logits = 2 * torch.randn(200, 40, generator=torch.Generator().manual_seed(5))
     logits[:, 7] += 3
-    logits[0, 7] = 1000.0  # no other token has a probability that is above 0
+    logits[0, 7] = 1000.0  # all other tokens have a probability of 0
     kind = "negative_entropy" if algorithm == "entropy_bounded" else "confidence"
     scoring = CandidateScoring(draw="filtered", score=kind, epsilon=1e-12)  # type: ignore[arg-type]
     actual = of_block(logits, scoring, served, algorithm=algorithm, temperature=temperature)
@@ -140,7 +140,10 @@ def test_tokens_that_edit_keep_their_probability(temperature: float, algorithm: 
 
 
 def test_top_k_comes_before_top_p() -> None:
-    """top_k 3 leaves 4/9, 3/9 and 2/9, of which top_p 0.75 keeps two; of all it keeps three."""
+    """top_k 3 leaves 4/9, 3/9 and 2/9, of which top_p 0.75 keeps two.
+
+    Of all tokens it keeps three.
+    """
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(2000, 1)
     cut: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "top_p": 0.75}
     actual = of_block(logits, CandidateScoring(draw="filtered"), **cut)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request changes of logits, by upstream's own formulas and position by position."""
+"""Edits of logits match upstream's own formulas, applied position by position."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 PROMPT = [3, 4, 4, 30]
 WORDS = {"a": [3], " a": [1, 3], "bc": [6, 9], " bc": [1, 6, 9], "bcd": [6, 9, 12], " bcd": [1]}
-HANG = 120  # seconds, of what takes a few milliseconds
+HANG = 120  # seconds; the operation takes a few milliseconds
 
 
 def begun(
     prompt: list[int], encode: Callable[[str], list[int]], **parameters: Any
 ) -> tuple[DiffusionParams, np.ndarray[Any, Any]]:
-    """The parameters of a request, and its sequence before decoding."""
+    """Return the parameters of a request, and its sequence before decoding."""
     served = dataclasses.replace(MODEL, encode=encode)
     infill = {"allow_infill": True} if MASK in prompt else {}
     given = fields.canonical({"gen_length": 16, **infill, **parameters})
@@ -51,9 +51,9 @@ def edited(
     prompt: list[int] = PROMPT,
     **parameters: Any,
 ) -> torch.Tensor:
-    """Logits [R, V] of positions `rows` as told: log probabilities of every token, unnormalised.
+    """Return the logged logits [R, V] of positions `rows`: log probabilities, not normalised.
 
-    `canvas` are the tokens on it; `rows` count from its start.
+    `canvas` has the committed tokens. `rows` are positions relative to the canvas.
     """
     params, tokens = begun(prompt, WORDS.__getitem__, **parameters)
     editor = LogitEditor(params, tokens, len(prompt))
@@ -77,7 +77,7 @@ def edited(
 
 
 def letters(word: str) -> list[int]:
-    """Token ids of a text whose letters are the tokens, from 3 on."""
+    """Return the token ids of a text in which each letter is a token, from 3 on."""
     return [3 + ord(letter) - ord("a") for letter in word.replace(" ", "")]
 
 
@@ -101,7 +101,7 @@ def test_penalties_are_upstreams() -> None:
 
 
 def counted(actual: torch.Tensor, penalty: float = 2.0) -> list[dict[int, int]]:
-    """How often each token counts, where all logits are equal but for a frequency penalty."""
+    """Return how often each token counts, given equal logits with a frequency penalty."""
     best = actual.max(dim=1, keepdim=True).values
     times = ((best - actual) / penalty).round().long()
     return [{i: int(n) for i, n in enumerate(row) if n} for row in times]
@@ -113,7 +113,7 @@ def test_what_counts() -> None:
     assert counted(edited(canvas, [3], **parameters)) == [{5: 1, 6: 2}]
     whole = counted(edited(canvas, [3], **parameters, ignore_eos=True))
     assert whole == [{5: 1, 6: 2, EOS: 1, EOT: 1}]
-    # A committed token that may be replaced does not count for its own place.
+    # A committed token that may be replaced does not count at its own position.
     assert counted(edited(canvas, [0, 2, 3, 7], **parameters)) == [
         {6: 2},
         {5: 1, 6: 1},
@@ -155,13 +155,13 @@ def test_the_end_is_forbidden_where_the_answer_is_too_short() -> None:
     ("canvas", "words", "wanted"),
     [
         ({}, ["a"], {0: {3}, 1: {3}, 2: {3}}),
-        ({0: 6}, ["bc"], {1: {9}, 2: set()}),  # behind its beginning
-        ({2: 9}, ["bc"], {0: set(), 1: {6}}),  # before its end
-        ({0: 6, 2: 12}, ["bcd"], {1: {9}}),  # between both
-        ({0: 6}, ["bcd"], {1: set(), 2: set()}),  # a masked neighbour completes nothing
+        ({0: 6}, ["bc"], {1: {9}, 2: set()}),  # after the beginning of the word
+        ({2: 9}, ["bc"], {0: set(), 1: {6}}),  # before the end of the word
+        ({0: 6, 2: 12}, ["bcd"], {1: {9}}),  # between beginning and end
+        ({0: 6}, ["bcd"], {1: set(), 2: set()}),  # a masked neighbour completes no word
         ({1: 9}, ["bcd"], {0: set(), 2: set()}),
         ({15: 9}, ["bc"], {14: {6}}),  # at the end of the canvas
-        ({0: 9}, ["bc"], {1: set()}),  # nothing before the canvas counts
+        ({0: 9}, ["bc"], {1: set()}),  # tokens before the canvas do not count
         ({0: 6, 1: 6}, ["bc", "a"], {2: {3, 9}}),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_gap_sees_the_words_around_it() -> None:
 
 
 def completes(tokens: list[int], word: list[int], at: int, lowest: int) -> set[int]:
-    """Tokens that complete a word at a position of a sequence, as a client would say it."""
+    """Return the tokens that complete a word at a position, by definition."""
     actual = set()
     for place, token in enumerate(word):
         own = [*tokens[:at], token, *tokens[at + 1 :]]
@@ -188,7 +188,7 @@ def completes(tokens: list[int], word: list[int], at: int, lowest: int) -> set[i
 
 @pytest.mark.parametrize("seed", range(60))
 def test_bad_words_among_few_letters(seed: int) -> None:
-    """Words that overlap themselves, whole and all but whole, in gaps and where tokens change."""
+    """Words overlap themselves, complete or almost, in gaps and at tokens that change."""
     rng = np.random.default_rng(seed)
     prompt = [int(t) for t in rng.choice([3, 4, MASK], 6, p=[0.5, 0.2, 0.3])]
     words = ["".join(rng.choice(["a", "b"], size, p=[0.8, 0.2])) for size in (2, 3, 5, 9)]
@@ -208,7 +208,7 @@ def test_bad_words_among_few_letters(seed: int) -> None:
 
 
 def test_a_word_of_thousands_of_tokens_holds_nothing_up() -> None:
-    """The time of a step grows with the letters of its words, not with their square."""
+    """The time of a step grows linearly with the letters of its words."""
     words = ["a" * (1500 + extra) for extra in range(12)]
     params, tokens = begun(PROMPT, letters, bad_words=words, gen_length=3072, max_tokens=3072)
     editor = LogitEditor(params, tokens, len(PROMPT))
@@ -223,7 +223,7 @@ def test_a_word_of_thousands_of_tokens_holds_nothing_up() -> None:
 
 
 def test_every_token_may_end_an_answer_that_allows_every_token() -> None:
-    """Fields with all ids of a large vocabulary, beside one that forbids the end."""
+    """Fields have all ids of a large vocabulary, and another field forbids the end."""
     size = 100_000
     served = dataclasses.replace(MODEL, vocab_size=size, encode=letters)
     every = [token for token in range(size) if token != MASK]
@@ -255,7 +255,7 @@ def test_biases_come_before_penalties_and_what_is_forbidden_stays_so() -> None:
     parameters = {"logit_bias": {"3": 5.0, "7": 4.0, str(EOS): 100}, "repetition_penalty": 2.0}
     actual = edited({}, [0], min_tokens=1, **parameters)[0]
     assert actual[EOS] == -torch.inf
-    assert float(actual[3] - actual[0]) == pytest.approx(2.5)  # in the prompt: 5 / 2
+    assert float(actual[3] - actual[0]) == pytest.approx(2.5)  # a token of the prompt: 5 / 2
     assert float(actual[7] - actual[0]) == pytest.approx(4.0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field that shapes what is drawn, on every family: frequencies of draws are exact."""
+"""Every field of sampling gives the exact frequencies of draws, on every family."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def row_of_logits() -> Tensor:
 def decided(family: Family, **parameters: Any) -> DiffusionParams:
     ids = dataclasses.replace(MODEL.ids, edit=(33, 34) if family.edit_tokens else ())
     served = dataclasses.replace(MODEL, family=family, ids=ids, encode=WORDS.__getitem__)
-    # A canvas whose positions are the draws; only the first ones stand in blocks of their own.
+    # The positions of the canvas are the draws. Only the first ones are in separate blocks.
     parameters = {"gen_length": 16, "top_p": 1.0, **parameters}
     return decision.decide(fields.canonical(parameters), served, PROMPT)
 
@@ -93,7 +93,7 @@ def canvas(params: DiffusionParams) -> np.ndarray[Any, Any]:
 
 
 def group(params: DiffusionParams, rule: DecodingRule, position: int, step: int) -> RowGroup:
-    """Draws for one canvas position: noise differs as if they were rows of other positions."""
+    """Return draws for one canvas position, with the noise of rows at different positions."""
     tokens = canvas(params)
     editor = None if params.edits is None else LogitEditor(params, tokens, len(PROMPT))
     for place, token in COMMITTED.items():
@@ -127,7 +127,7 @@ def distribution(parameters: dict[str, Any], params: DiffusionParams, position: 
 
 
 def chi_square(counts: list[int], wanted: list[float]) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; rare tokens are one cell."""
+    """Return the statistic and its degrees of freedom; rare tokens share one cell."""
     cells = [(c, p * sum(counts)) for c, p in zip(counts, wanted, strict=True)]
     often = [(c, w) for c, w in cells if w >= 5]
     rest = [(c, w) for c, w in cells if w < 5]
@@ -137,7 +137,7 @@ def chi_square(counts: list[int], wanted: list[float]) -> tuple[float, int]:
 
 
 def limit(degrees: int) -> float:
-    """What chi-square passes once in 100,000 (Wilson and Hilferty's approximation)."""
+    """Return the value that chi-square exceeds once in 100,000 (Wilson and Hilferty)."""
     spread = 2 / (9 * max(degrees, 1))
     return max(degrees, 1) * (1 - spread + 4.26 * math.sqrt(spread)) ** 3
 
@@ -148,7 +148,7 @@ def test_frequencies_are_those_of_the_distribution(family: Family, name: str) ->
     parameters = FIELDS[name]
     params = decided(family, **HOT, **parameters)
     rule = make_rule(params, len(PROMPT))
-    position = 3  # behind two times token 6, of which one begins a bad word
+    position = 3  # after two tokens 6, one of which begins a bad word
     own = group(params, rule, position, step=2)
     tokens = sample(GivenLogits(), [(row_of_logits().repeat(NUM_DRAWS, 1), [own])]).tokens
     counts = np.bincount(tokens.long().numpy(), minlength=NUM_COLUMNS).tolist()
@@ -157,7 +157,7 @@ def test_frequencies_are_those_of_the_distribution(family: Family, name: str) ->
     actual, degrees = chi_square(counts, wanted)
     assert actual < limit(degrees), (actual, degrees)
     plain = distribution({}, params, position)
-    assert chi_square(counts, plain)[0] > 2 * limit(NUM_COLUMNS)  # the field acts
+    assert chi_square(counts, plain)[0] > 2 * limit(NUM_COLUMNS)  # the field has an effect
 
 
 LLADAS = (LLADA, LLADA_MOE)
@@ -188,7 +188,7 @@ RULES: list[tuple[Family, dict[str, Any], str]] = [
 def test_scores_are_of_the_distribution_that_the_reference_has(
     family: Family, rule: dict[str, Any], scored: str, dtype: str
 ) -> None:
-    """The table of docs/requests.md: of the model's, at the temperature, or of what is left."""
+    """Scores are as in docs/requests.md: of the model, at the temperature, or after filters."""
     parameters = {"top_k": 5, "presence_penalty": 0.5}
     params = decided(family, **HOT, **parameters, **rule, confidence_dtype=dtype)
     own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
@@ -220,7 +220,7 @@ def test_filters_do_nothing_without_temperature(family: Family) -> None:
 
 
 def test_min_p_does_nothing_without_temperature_on_dream() -> None:
-    """Its reference scores what top_p and top_k leave, also then; it has no min_p."""
+    """Its reference scores after top_p and top_k at any temperature, but has no min_p."""
     scores = []
     for parameters in ({}, {"min_p": 0.9}, {"top_k": 1}):
         params = decided(DREAM, alg="maskgit_plus", **parameters)

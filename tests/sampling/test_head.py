@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling within the product with the output matrix, beside sampling from stored logits."""
+"""Sampling within the output head's product gives the results of sampling from stored logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.diffusion.sampling import RowGroup, sample
 NUM_ROWS = 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# What requests may ask for and still have their most likely tokens taken without stored logits.
+# With these parameters, the most likely tokens can be sampled without stored logits.
 PLAIN: list[dict[str, Any]] = [
     {},
     {"forbid_mask": True},
@@ -26,7 +26,7 @@ PLAIN: list[dict[str, Any]] = [
     {"confidence_eos_eot_inf": True},
     {"remasking": "random"},
 ]
-# What needs the logits.
+# These parameters require stored logits.
 DEMANDING: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"adjust": lambda logits, positions: logits},
@@ -40,11 +40,11 @@ DEMANDING: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.diffusion.ops.sampling.get_tensor_model_parallel_world_size", int)
-    monkeypatch.setattr(ops, "samples_in_head", lambda x, matrix: True)  # as if it were faster
+    monkeypatch.setattr(ops, "samples_in_head", lambda x, matrix: True)  # regardless of speed
 
 
 def model_on(device: str) -> HeadModel:
-    """On a GPU in bf16, which the kernel takes."""
+    """Return a model, which is in bf16 on a GPU, because the kernel requires that."""
     model = head_model()
     model.weight = model.weight.to(device, dtype_on(device))
     return model
@@ -55,7 +55,7 @@ def dtype_on(device: str) -> torch.dtype:
 
 
 def groups_of(parameters: list[dict[str, Any]], device: str = "cpu") -> list[RowGroup]:
-    """Requests of four rows each, one after another."""
+    """Return groups of four rows for each request, in order."""
     results = []
     for number, wanted in enumerate(parameters):
         options = {name: value for name, value in wanted.items() if name != "adjust"}
@@ -74,7 +74,7 @@ def sampled(model: HeadModel, hidden: Tensor, groups: list[RowGroup], *, in_head
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("first", range(len(PLAIN)))
 def test_tokens_and_scores_are_those_of_stored_logits(device: str, first: int) -> None:
-    """Alone, and beside requests that forbid and exclude other tokens."""
+    """A request is sampled alone, and with requests that forbid and exclude other tokens."""
     model, hidden = model_on(device), hidden_rows(NUM_ROWS).to(device, dtype_on(device))
     for parameters in (PLAIN[first : first + 1], (PLAIN[first:] + PLAIN[:first])[:3]):
         groups = groups_of(parameters, device)
@@ -82,14 +82,14 @@ def test_tokens_and_scores_are_those_of_stored_logits(device: str, first: int) -
         stored = sampled(model, rows, groups, in_head=False)
         assert model.most_rows == len(rows)
         actual = sampled(model, rows, groups, in_head=True)
-        assert model.most_rows == 0  # no logits were asked for
+        assert model.most_rows == 0  # no logits were computed
         assert torch.equal(actual[0], stored[0]) and torch.equal(actual[2], stored[2])
         tolerance = 1e-5 if device == "cpu" else 2**-8
         torch.testing.assert_close(actual[1], stored[1], rtol=tolerance, atol=1e-7)
 
 
 def test_the_special_tokens_matter() -> None:
-    """The rows of the tests above are such that masks change what is sampled."""
+    """Masks of special tokens change the samples of these rows, so the other tests detect them."""
     model, hidden = model_on("cpu"), hidden_rows(400)
     index = list(range(400))
     tokens = {
@@ -103,7 +103,7 @@ def test_the_special_tokens_matter() -> None:
 
 @pytest.mark.parametrize("number", range(len(DEMANDING)))
 def test_who_wants_more_has_logits(number: int) -> None:
-    """And so has every request of its part: reading the matrix twice would cost more."""
+    """All requests of a part then use stored logits, because two reads of the matrix cost more."""
     model, hidden = model_on("cpu"), hidden_rows(NUM_ROWS)
     groups = groups_of([{}, DEMANDING[number]])
     stored = sampled(model, hidden, groups, in_head=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden states to candidates, against plain formulas and the reference random numbers."""
+"""Hidden states become candidates as by plain formulas with the reference's random numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process groups: upstream would have to be told of one rank."""
+    """Simulate a single rank without process groups."""
     monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
@@ -57,7 +57,7 @@ def chosen(
     start: int = 0,
     vocab_size: int | None = None,
 ) -> ops.Sampled:
-    """`sample_group` on whole rows, or on the columns from `start` of `vocab_size`."""
+    """Call `sample_group` on whole rows, or on the columns from `start` of `vocab_size`."""
     model = HeadModel(torch.empty(0, 16), start, vocab_size or logits.shape[1])
     return sample_group(logits.clone(), part, model)
 
@@ -77,7 +77,7 @@ def sampled(
 def packed_parts(
     hidden: Tensor, groups: list[RowGroup], rows_per_part: int
 ) -> Iterator[tuple[Tensor, list[RowGroup]]]:
-    """The rows of the groups one after the other, in parts of at most `rows_per_part` rows."""
+    """Return the rows of the groups in order, in parts of at most `rows_per_part` rows."""
     rows: list[Tensor] = []
     pieces: list[RowGroup] = []
     for part in groups:
@@ -104,7 +104,7 @@ def logits_of(model: HeadModel, hidden: Tensor, rows: slice) -> Tensor:
 
 
 def formula(logits: Tensor, part: RowGroup) -> tuple[Tensor, Tensor]:
-    """Tokens and scores of [R, V] logits, step by step as the published loop computes them."""
+    """Return tokens and scores of [R, V] logits, step by step as in the published loop."""
     params = part.params
     assert params.seed is not None
     positions = part.positions.tolist()
@@ -171,7 +171,7 @@ def test_candidates_follow_the_formulas(parameters: dict[str, Any], forbid_mask:
 
 
 def test_the_special_columns_are_met() -> None:
-    """Else the tests above would not see that an option is ignored."""
+    """If special tokens were never the best, the other tests would not detect ignored options."""
     model, hidden = head_model(), hidden_rows(64)
     rows = torch.arange(0, 64, 2)
     best = logits_of(model, hidden, rows).argmax(dim=1).tolist()
@@ -214,7 +214,7 @@ def test_confidence_saturates_as_its_dtype_says() -> None:
 
 
 def test_guidance() -> None:
-    """n + (s + 1)(c - n), in the dtype of the logits; then everything else."""
+    """Logits are n + (s + 1)(c - n) in their own dtype, and all other steps follow."""
     model, hidden = head_model(), hidden_rows(40)
     for parameters in ({}, {"temperature": 0.9}, {"confidence_eos_eot_inf": True}):
         part = group(list(range(20)), unconditional=20, cfg_scale=1.5, **parameters)
@@ -249,7 +249,7 @@ def mixed_groups() -> list[RowGroup]:
 
 
 def edited_group(rows: list[int], **parameters: Any) -> RowGroup:
-    """Rows of a request whose canvas has two tokens."""
+    """Return rows of a request whose canvas has two tokens."""
     part = group(rows, **parameters)
     tokens = np.full(201, MASK)
     tokens[[0, 100, 101]] = 1, 7, 9
@@ -355,7 +355,7 @@ def test_the_largest_number_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
-    """Chi-square over many canvas positions that all have the same logits."""
+    """Chi-square is computed over many canvas positions that all have the same logits."""
     num_draws = 20_000
     row = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
     part = dataclasses.replace(
@@ -366,7 +366,7 @@ def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
     counts = torch.bincount(tokens, minlength=5)
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
     assert chi_square < 18.47  # 0.1 % point of four degrees of freedom
-    # The score is free of noise and of temperature.
+    # The score does not depend on noise or temperature.
     torch.testing.assert_close(scores, torch.softmax(row, 0)[tokens], rtol=1e-6, atol=0)
 
 
@@ -383,7 +383,7 @@ def test_draws_of_steps_seeds_and_purposes_differ() -> None:
 
 
 def test_later_draws_are_those_of_the_steps_that_follow() -> None:
-    """Also beside a group that wants fewer, and where scores are random or rows alone."""
+    """Extra draws equal later steps, for random scores too, with a group that has fewer draws."""
     model, hidden = head_model(), hidden_rows(8)
     settings: list[dict[str, Any]] = [
         {"temperature": 1.0},
@@ -423,9 +423,9 @@ def on_two_ranks(
     work: Callable[[Tensor, int], tuple[Tensor, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Tensor, ...]:
-    """What both ranks make of their columns; two threads that wait for each other to exchange.
+    """Return the results of two ranks, run by two threads that wait for each other to exchange.
 
-    `work` takes the columns of a rank and the first one's number.
+    `work` receives the columns of a rank and the number of its first column.
     """
     shards = ((0, logits[:, :boundary]), (boundary, logits[:, boundary:]))
     meeting = threading.Barrier(2, timeout=20)
@@ -452,14 +452,14 @@ def on_two_ranks(
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))
     for mine, others in zip(first, second, strict=True):
-        assert torch.equal(mine, others)  # all ranks come to the same
+        assert torch.equal(mine, others)  # all ranks have the same result
     return first
 
 
 def sharded(
     logits: Tensor, part: RowGroup, boundary: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and scores of `sample_group` as two ranks run it."""
+    """Return tokens and scores of `sample_group` on two ranks."""
 
     def work(columns: Tensor, start: int) -> tuple[Tensor, ...]:
         return chosen(columns, part, start=start, vocab_size=logits.shape[1])
@@ -489,7 +489,7 @@ def test_ties_across_ranks_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its maximum is -inf, which must not spread as NaN."""
+    """The maximum of that rank is -inf, which must not become NaN elsewhere."""
     logits = torch.zeros(2, NUM_COLUMNS)
     logits[0, 3] = logits[1, EOS] = 4.0
     part = group([0, 1], confidence_eos_eot_inf=True)
@@ -505,7 +505,7 @@ def test_a_rank_of_excluded_columns_only(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_log_probabilities_of_tokens_are_exact(
     boundary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit of fp32, on one rank or two, whichever rank has the token."""
+    """Bits are those of fp32 on one rank or two, whichever rank has the token."""
     logits = (8 * torch.randn(32, NUM_COLUMNS, generator=torch.Generator().manual_seed(3))).to(
         dtype
     )
@@ -529,7 +529,7 @@ def test_log_probabilities_of_tokens_are_exact(
 def test_log_probabilities_and_entropies_leave_out_what_is_forbidden(
     boundary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one rank or two, one of which may have no finite column; each row forbids its own."""
+    """One of two ranks may have no finite column, and each row forbids other tokens."""
     logits = (8 * torch.randn(32, NUM_COLUMNS, generator=torch.Generator().manual_seed(4))).to(
         dtype
     )
@@ -594,7 +594,7 @@ def test_entropy_is_that_of_the_noise_free_logits(epsilon: float, temperature: f
 
 
 def test_random_remasking_replaces_entropy() -> None:
-    """The random number stands for the entropy, so the smallest is the most certain."""
+    """The random number replaces the entropy, so that the smallest one is the most certain."""
     scoring = CandidateScoring(score="negative_entropy", epsilon=1e-12)
     part = group([0, 1], scoring=scoring, remasking="random")
     scores = chosen(torch.zeros(2, NUM_COLUMNS), part).score
@@ -681,14 +681,14 @@ def dream(rows: list[int], alg: str = "maskgit_plus", **parameters: Any) -> RowG
 
 
 def kept(logits: Tensor, top_p: float | None, top_k: int | None) -> list[set[int]]:
-    """Tokens that top-p and then top-k leave in each row, one row and one token at a time."""
+    """Return the tokens that top-p and then top-k leave in each row, found token by token."""
     results = []
     for row in logits.double():
         order = sorted(range(row.numel()), key=lambda i: (-float(row[i]), i))
         probabilities = torch.softmax(row, 0)
         left, total = [], 0.0
         for token in order:
-            left.append(token)  # also the one that crosses the limit
+            left.append(token)  # also the token that exceeds the limit
             total += float(probabilities[token])
             if top_p is not None and total > top_p:
                 break

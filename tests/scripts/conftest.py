@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A repository that has only the scripts."""
+"""A repository that contains only the scripts."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.programs import ROOT
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A repository that has only the scripts."""
+    """Make a repository that contains only the scripts."""
     home = tmp_path / "home"
     shutil.copytree(
         ROOT / "scripts", home / "scripts", ignore=shutil.ignore_patterns("__pycache__")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts in a folder of their own, with a recorder for the virtual environment's Python."""
+"""Copies of the scripts, with a recorder in place of the virtual environment's Python."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests import programs
 
-# Prints its arguments and the variables that matter, one per line.
+# Prints its arguments and two variables, one per line.
 RECORDER = """#!/bin/sh
 for word in "$@"; do printf '%s\\n' "$word"; done
 printf 'PYTHONPATH=%s\\nLONG=%s\\n' "$PYTHONPATH" "$VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -22,6 +22,6 @@ def run(
 
 
 def add_recorder(home: Path, text: str = RECORDER) -> None:
-    """Put the recorder at .venv/bin/python, behind a real interpreter for `python -c`."""
+    """Put the recorder at .venv/bin/python; a real interpreter still serves `python -c`."""
     text = text.replace("\n", f'\n[ "$1" = -c ] && exec {sys.executable} "$@"\n', 1)
     programs.add_program(home / ".venv" / "bin" / "python", text)

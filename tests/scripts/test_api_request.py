@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/test_api_request.py against a real HTTP server that records what it is asked."""
+"""scripts/test_api_request.py with a real HTTP server that records its requests."""
 
 import json
 import runpy
@@ -28,7 +28,7 @@ class Server(Stub):
     def __init__(self) -> None:
         super().__init__()
         self.status, self.answer, self.delay_s = 200, json.dumps(ANSWER), 0.0
-        self.mask_id: int | None = None  # any other is refused, if set
+        self.mask_id: int | None = None  # if set, other mask ids are refused
 
     def reply(self, _: str, body: Any) -> tuple[int, Any]:
         time.sleep(self.delay_s)
@@ -48,8 +48,8 @@ def server() -> Iterator[Server]:
 def request_once(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The script's own `main`; a test below starts it as a program."""
-    # A proxy that nobody listens on: a server on this machine must be reached without it.
+    """Call the script's `main`; another test starts the script as a program."""
+    # No process listens at this proxy, because a server on this machine must be reached without it.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -92,7 +92,7 @@ STANDARD = {
 }
 
 
-# The port of each family's server, its mask token, and how long its blocks are.
+# The port of each family's server, its mask token, and the length of its blocks.
 FAMILIES = {
     "llada": (8901, 126336, 32),
     "dream": (8701, 151666, 32),
@@ -150,7 +150,7 @@ def test_raw_sends_no_chat_template(server: Server, request_once: Callable[..., 
 
 
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line that a request ends with which is not answered."""
+    """Return the only line of stderr of a request without an answer."""
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     return done.stderr
 
@@ -194,7 +194,7 @@ def test_another_checkpoints_mask_id_is_taken_from_its_refusal(
     assert (done.returncode, json.loads(done.stdout)) == (0, ANSWER)
     assert done.stderr == "note: the mask token of this server's checkpoint is 511\n"
     assert [body["mask_id"] for _, body in server.posted] == [126336, 511]
-    error = error_of(request_once("--mask-id", "126336"))  # a number that is given is meant
+    error = error_of(request_once("--mask-id", "126336"))  # a given id is not replaced
     assert "mask_id: given 126336; wanted the model's: 511" in error
     assert len(server.posted) == 3
 
@@ -212,7 +212,7 @@ def test_a_connection_that_breaks_off_is_one_line(request_once: Callable[..., An
 
 
 def test_a_python_without_requests(server: Server, tmp_path: Path) -> None:
-    """The set-up's is taken; without it, one line says what is missing."""
+    """The script starts with the Python of the set-up, or names the missing package in one line."""
     script = tmp_path / "scripts" / SCRIPT.name
     script.parent.mkdir()
     script.write_text(SCRIPT.read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/commit_titles.py: on messages, as git's hook calls it, and on the commits of a clone."""
+"""scripts/commit_titles.py checks a message for git's hook, or the commits of a clone."""
 
 import os
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_bad_titles_are_refused(tmp_path: Path, title: str, advice: str) -> None
 
 
 def test_new_commits_of_a_branch(tmp_path: Path) -> None:
-    """Merges are left out, and commits from before the rule."""
+    """Merges are not checked, and neither are commits that are older than the rule."""
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     for role in ("AUTHOR", "COMMITTER"):
         env |= {f"GIT_{role}_NAME": "A", f"GIT_{role}_EMAIL": "a@example.com"}

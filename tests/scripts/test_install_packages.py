@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installing packages with uv under pip's settings, and with pip where uv cannot do it."""
+"""Packages are installed by uv with pip's settings, or by pip if uv cannot install them."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ class Uv:
     def install(
         self, *arguments: str, status: int = 0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run the script, with this uv before all others."""
+        """Run the script with this uv in front of all others."""
         add_program(self._program, UV.format(log=self._log, status=status))
         path = f"{self._program.parent}:{os.environ['PATH']}"
         env = {"PATH": path, "PIP_CONFIG_FILE": os.devnull, **variables}
@@ -45,7 +45,7 @@ def uv(tmp_path: Path) -> Uv:
 
 
 def test_uv_receives_the_settings_of_pip(uv: Uv, tmp_path: Path) -> None:
-    """From pip's variables and from its file; a variable wins over the file."""
+    """Settings come from pip's variables and from its file; a variable has precedence."""
     file = tmp_path / "pip.conf"
     file.write_text(
         "[global]\nindex-url = https://first\nextra-index-url = https://a\n https://b\n"

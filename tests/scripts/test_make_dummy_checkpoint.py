@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints without weights: the released models' shapes, and an engine that runs them."""
+"""Checkpoints without weights have the released shapes, and an engine runs them."""
 
 import gc
 import json
@@ -10,8 +10,8 @@ import make_dummy_checkpoint
 import pytest
 from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration
 
-SHRINK = {"llada": 32, "dream": 28, "llada-moe": 16, "sdar-moe": 32}  # to one head
-# Billions of parameters as published; SDAR-4B's head is not that of its parent, which is tied.
+SHRINK = {"llada": 32, "dream": 28, "llada-moe": 16, "sdar-moe": 32}  # divisors to one head
+# Billions of parameters as published. SDAR-4B has its own head, unlike its parent, which ties it.
 BILLIONS = {
     ("llada", "8b"): 8.0,
     ("dream", "7b"): 7.6,
@@ -29,13 +29,13 @@ BILLIONS = {
     ("nemotron", "3b"): 3.8,
     ("nemotron", "14b"): 13.5,
 }
-# Where config.json does not name the mask token, as released.
+# The released config.json of these families does not name the mask token.
 WITHOUT_MASK = ("llada2", "llada22", "fast-dllm")
 
 
 @pytest.mark.parametrize(("family", "size"), PRESETS)
 def test_parameters_are_as_many_as_published(family: str, size: str) -> None:
-    """Layers are alike from the second one on."""
+    """All layers from the second one on have the same size."""
     config = configuration(family, size)
     num_layers = config.get("num_hidden_layers") or config["n_layers"]
     two, three = (_num_parameters(family, size, layers) for layers in (2, 3))
@@ -60,7 +60,7 @@ def test_configuration_is_accepted_at_full_size(family: str, size: str) -> None:
     assert getattr(config, "mask_token_id", None) in ([None] if family in WITHOUT_MASK else ids)
 
 
-# Benchmarks' tests run those of the others.
+# Tests of benchmarks run the other families.
 @pytest.mark.usefixtures("quick_starts")
 @pytest.mark.parametrize("family", SHRINK)
 def test_engine_runs_a_shrunk_one_with_dummy_weights(family: str, tmp_path: Path) -> None:

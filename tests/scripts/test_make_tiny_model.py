@@ -21,7 +21,7 @@ from tiny_model.tokenizer import load_tokenizer
 
 from tests.programs import ROOT, output_of
 
-# Everything but the learning: three small iterations, one forward a verification.
+# All of the recipe but the training: three small iterations, one forward pass per verification.
 QUICK = Plan(
     training=TrainingSettings(
         phases=(Phase(3, (12,)),), tokens_per_batch=100, examples_per_phase=50
@@ -38,7 +38,7 @@ NUM_LAYERS = 2
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete checkpoint of a hardly trained network; tests only read it."""
+    """Make a complete checkpoint of a barely trained network, which tests must not change."""
     output = tmp_path_factory.mktemp("models") / "llada-tiny"
     make_tiny_model.make(output, "llada", seed=0, plan=QUICK)
     return output
@@ -46,13 +46,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(model: Path, output: Path) -> Path:
-    """A copy of the complete checkpoint that a test may change."""
+    """Return a copy of the complete checkpoint, which a test may change."""
     return Path(shutil.copytree(model, output))
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """A path where nothing is yet."""
+    """Return a path that does not exist yet."""
     return tmp_path / "llada-tiny"
 
 
@@ -117,7 +117,7 @@ def test_chat_template(model: Path):
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors, each read from the shard that the index names."""
+    """Return all tensors, each read from the shard that the index names."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     tensors = {}
     for name, file_name in index["weight_map"].items():
@@ -162,7 +162,7 @@ assert not {{"torch", "transformers", "numpy"}} & sys.modules.keys()
 
 
 FIRST, SECOND = (f"model-0000{part}-of-00002.safetensors" for part in (1, 2))
-# What is written over a file of a complete model, of what it held; None removes it.
+# The new content of a file of a complete model, given its old content; None removes the file.
 DAMAGES = {
     "a file is missing": (SECOND, lambda _: None),
     "a byte is another": (FIRST, lambda held: held[:-1] + bytes([held[-1] ^ 1])),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/plan_memory.py: plans of a checkpoint's configuration, without weights."""
+"""scripts/plan_memory.py plans the memory of a checkpoint's configuration, without weights."""
 
 from pathlib import Path
 

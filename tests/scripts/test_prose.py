@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/prose.py: which wording it reports, and with which advice."""
+"""scripts/prose.py: the wording that it reports, and its advice."""
 
 from pathlib import Path
 

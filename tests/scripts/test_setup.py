@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up, as scripts/lib.sh does it: what a machine lacks, where torch is from, who finds us."""
+"""Set-up in scripts/lib.sh: requirements of the machine, the source of torch, and the path."""
 
 import os
 import shutil
@@ -29,10 +29,10 @@ def run_in(home: Path, step: str, **env: str) -> subprocess.CompletedProcess[str
 
 
 class TestMachine:
-    """One line for what a machine lacks."""
+    """Each missing requirement of the machine gives one line."""
 
     def path_with(self, home: Path, **programs: str) -> str:
-        """A PATH on which only the shell's helpers and the given programs are found."""
+        """Return a PATH that only has the shell's helpers and the given programs."""
         folder = home / "bin"
         folder.mkdir()
         for name in ("bash", "cat", "dirname", "grep", "sha256sum", "sh", "timeout"):
@@ -49,7 +49,7 @@ class TestMachine:
         assert "apt-get install python3" in done.stderr
 
     def test_python_without_venv(self, home: Path) -> None:
-        """An interpreter of the right version that cannot import ensurepip."""
+        """The interpreter has the right version, but cannot import ensurepip."""
         python3 = (
             f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
         )
@@ -65,7 +65,7 @@ class TestMachine:
         assert done.stderr == "error: MOSAIC_DEVICE: given 'tpu'; wanted cpu or cuda\n"
 
     def test_kernels_are_compiled_where_they_can_run(self, home: Path) -> None:
-        """Without a GPU only for the tests, or when they are asked for."""
+        """Without a GPU, kernels are only compiled for the tests, or on request."""
         (home / "requirements").mkdir()
         for name in ("cpu", "build", "test"):
             (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
@@ -91,7 +91,7 @@ class TestMachine:
         assert compiled() == [""]
 
     def test_installs_once_per_content_of_the_requirement_files(self, home: Path) -> None:
-        """A recorder in place of Python logs the calls; the second run installs nothing."""
+        """A recorder in place of Python logs the calls. The second run installs nothing."""
         requirements = home / "requirements"
         requirements.mkdir()
         (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\n")
@@ -114,7 +114,7 @@ class TestMachine:
 
 @pytest.fixture
 def venv(home: Path) -> Path:
-    """A virtual environment of its own with pip in it; returns its site-packages."""
+    """Make a virtual environment with pip, and return its site-packages."""
     pip = pytest.importorskip("pip")
     output_of(sys.executable, "-m", "venv", "--without-pip", home / ".venv")
     (folder,) = home.glob(".venv/lib/python3*/site-packages")
@@ -123,7 +123,7 @@ def venv(home: Path) -> Path:
 
 
 class TestTorch:
-    """Which build of torch the CPU set gets, from indexes and a folder made here."""
+    """Which build of torch the CPU set-up installs, from local indexes and a folder."""
 
     VERSION = "2.13.0"
 
@@ -143,7 +143,7 @@ class TestTorch:
 
     @pytest.fixture
     def index(self, tmp_path: Path) -> Iterator[str]:
-        """PyPI, which has the CUDA build, and an index of CPU builds: /pypi and /cpu."""
+        """Serve PyPI with the CUDA build, and an index of CPU builds: /pypi and /cpu."""
         folder = tmp_path / "index"
         self.add_wheel(folder / "pypi" / "torch", self.VERSION)
         self.add_wheel(folder / "cpu" / "torch", f"{self.VERSION}+cpu")
@@ -156,7 +156,7 @@ class TestTorch:
     def install(
         self, home: Path, index: str, cpu_builds: str, *, patience_s: int = 5, **env: str
     ) -> str:
-        """Set up with `cpu_builds` for PyTorch's index; returns what was said."""
+        """Set up with `cpu_builds` as PyTorch's index, and return the output."""
         (home / "requirements").mkdir()
         (home / "requirements" / "cpu.txt").write_text(f"torch=={self.VERSION}\n")
         lib = home / "scripts" / "lib.sh"
@@ -179,7 +179,7 @@ class TestTorch:
         return done.stderr
 
     def installed(self, venv: Path) -> str:
-        """The folder that the installed wheel came from, and its version."""
+        """Return the folder of the installed wheel and its version."""
         (info,) = venv.glob("torch-*.dist-info")
         return info.name.removesuffix(".dist-info").removeprefix("torch-")
 
@@ -196,18 +196,18 @@ class TestTorch:
         assert str(home / "wheels") in (venv / "torch.py").read_text()
 
     def test_of_what_pip_finds(self, home: Path, venv: Path, index: str) -> None:
-        """Nobody answers for PyTorch's index: the download is named first."""
+        """PyTorch's index does not answer, so that the size of the download is named first."""
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            said = self.install(home, index, url, patience_s=1)  # PyPI has no CPU build either
+            said = self.install(home, index, url, patience_s=1)  # PyPI has no CPU build, either
         assert self.installed(venv) == self.VERSION
         assert said.index("GB to download") < said.index("==> torch")
 
 
 class TestPath:
-    """Who finds this repository without PYTHONPATH: every program of .venv, from any folder."""
+    """Every program of .venv finds this repository without PYTHONPATH, from any folder."""
 
     PLUGINS = (
         "from importlib.metadata import entry_points as all;"
@@ -216,7 +216,7 @@ class TestPath:
 
     @pytest.fixture
     def home(self, home: Path, venv: Path) -> Path:
-        """A repository that is set up, with this process's packages."""
+        """Set up a repository with the packages of this process."""
         for actual in (ROOT / INFO, *(file.parent for file in ROOT.glob("*/__init__.py"))):
             (home / actual.name).symlink_to(actual)
         packages = [path for path in sys.path if path and not Path(path, INFO).exists()]
@@ -229,7 +229,7 @@ class TestPath:
         return output_of(python, "-c", code, cwd="/", env={"HOME": str(home), **env}).strip()
 
     def test_processes_find_us_too(self, home: Path) -> None:
-        """That of an engine, which is spawned, and the one in which upstream looks at a model."""
+        """An engine's process is spawned, and another one inspects a model for upstream."""
         find = "import importlib.util as util; print(util.find_spec('vllm').origin)"
         code = f"""
 import multiprocessing, subprocess, sys

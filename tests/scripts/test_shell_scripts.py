@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell scripts: what they run and what they say, in a copy of the scripts folder.
+"""The shell scripts, in a copy of their folder: the programs that they run, and their messages.
 
-A recorder stands where the virtual environment's Python would, so nothing is installed.
+A recorder replaces the virtual environment's Python, so that nothing is installed.
 """
 
 import os
@@ -73,7 +73,7 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
     done = run(home / "scripts" / script)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    others = {"stable-diffcoder": "llada"}  # no tiny model
+    others = {"stable-diffcoder": "llada"}  # has no tiny model
     like = others.get(family, family)
     tiny = (f"make_tiny_model.py --family {like}", f"models/{like}-tiny")
     for word in ("MODEL_DIR", variable, "MOSAIC_MODEL_ROOT", str(home / "models" / name), *tiny):
@@ -84,7 +84,7 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
 
 
 class TestServer:
-    """What the server scripts share, tried with scripts/run_llada_server.sh."""
+    """The common part of the server scripts, tested with scripts/run_llada_server.sh."""
 
     def serve(
         self, home: Path, *arguments: str, **env: str
@@ -133,7 +133,7 @@ class TestServer:
 
     @pytest.mark.parametrize("name", ["GSAI-ML/LLaDA-1.5", "/none/of/these"])
     def test_what_is_no_folder_is_handed_on(self, home: Path, name: str) -> None:
-        """The server knows whether it can be a name on the hub."""
+        """Only the server can decide whether the name is one on the hub."""
         add_recorder(home)
         done, words = self.serve(home, MODEL_DIR=name, EXTRA_VLLM_ARGS="--revision x")
         assert (done.returncode, done.stderr) == (0, "")
@@ -210,7 +210,7 @@ class TestClean:
 
 
 def python_log(home: Path, kind: str, line: str) -> Path:
-    """Set up for a kind of machine, with a line of a shell in place of Python; what that logs."""
+    """Set up a kind of machine with a shell line in place of Python, and return the line's log."""
     (home / "requirements").mkdir()
     for name in (kind, "test"):
         (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
@@ -235,7 +235,7 @@ LOADFILE = "--dist loadfile --no-loadscope-reorder"
 def test_all_tests_run_in_several_processes_where_no_gpu_is_shared(
     home: Path, kind: str, memory_gib: int, arguments: str, options: str
 ) -> None:
-    """One more than the two cores of this machine, as long as there are 4 GiB for each."""
+    """There is one process more than the two cores, if each has 4 GiB of memory."""
     log = python_log(home, kind, 'echo "$@" >>LOG')
     for name, output in (("nproc", "2"), ("free", f"Mem: 32 1 1 0 1 {memory_gib}")):
         add_program(home / "bin" / name, f"#!/bin/sh\necho {output}\n")
@@ -246,7 +246,7 @@ def test_all_tests_run_in_several_processes_where_no_gpu_is_shared(
 
 
 def test_gpu_tests_share_a_card_but_those_that_run_alone(home: Path) -> None:
-    """Only files with such tests are imported."""
+    """Only files with GPU tests are imported."""
     (home / "tests" / "b").mkdir(parents=True)
     files = {"test_a": "gpu", "b/test_c": "alone\n@pytest.mark.gpu", "test_d": "slow"}
     for name, mark in files.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each family of the tiny model has of its own."""
+"""Properties of the tiny model that differ between families."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tiny_model.training import BatchMaker, Example
 from tests.reference.models import reference_of
 
 FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22")
-# Everything but the learning: two small iterations, one forward a verification.
+# All of the recipe but the training: two small iterations, one forward pass per verification.
 QUICK = Plan(
     training=TrainingSettings(
         phases=(Phase(2, (12,)),), tokens_per_batch=100, examples_per_phase=20
@@ -40,7 +40,7 @@ CONVERSATION = [
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Complete checkpoints of hardly trained networks; tests only read them."""
+    """Make complete checkpoints of barely trained networks, which tests must not change."""
     folder = tmp_path_factory.mktemp("models")
     actual = {family: folder / f"{family}-tiny" for family in FAMILIES}
     for family, output in actual.items():
@@ -136,10 +136,10 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
         assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
     end = "<|im_end|>" if family == "nemotron" else "<|endoftext|>"
     assert tokenizer.eos_token == tokenizer.pad_token == end
-    assert len(tokenizer) < config["vocab_size"]  # padded, as in released checkpoints
+    assert len(tokenizer) < config["vocab_size"]  # padded like the released checkpoints
 
 
-# As released, not every family says everything twice.
+# Some released families store an id in only one of the files.
 @pytest.mark.parametrize(
     ("family", "in_config", "mask_token"),
     [
@@ -177,7 +177,7 @@ def test_where_the_special_ids_are_found(
 
 
 def random_network(family: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """A network whose norms and biases are random, too, and its configuration."""
+    """Return a network with random norms and biases, too, and its configuration."""
     torch.manual_seed(1)
     config = load_family(family).config(TOKENS) | changes
     network = load_family(family).network(config)
@@ -190,7 +190,7 @@ def random_network(family: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("family", ["llada2", "llada22", "sdar", "fast-dllm"])
 def test_a_noised_block_is_computed_as_behind_finished_ones(family: str) -> None:
-    """What training computes at once is what decoding computes block by block."""
+    """Training computes in one pass what decoding computes block by block."""
     network, _ = random_network(family)
     length, block = 3 * network.block_length + 2, network.block_length
     clean, noised = torch.randint(TOKENS.vocab_size, (2, 2, length), generator=torch.manual_seed(0))
@@ -199,14 +199,14 @@ def test_a_noised_block_is_computed_as_behind_finished_ones(family: str) -> None
         for start in range(0, length, block):
             rows = torch.cat((clean[:, :start], noised[:, start : start + block]), dim=1)
             wanted = network.hidden(rows)[:, start:]
-            first = int(network.shift_rows and not start)  # position 0 is read from nowhere
+            first = int(network.shift_rows and not start)  # no row predicts position 0
             torch.testing.assert_close(
                 hidden[:, start + first : start + block], wanted[:, first:], rtol=1e-4, atol=1e-4
             )
 
 
 def test_a_seeded_block_is_computed_as_behind_its_context() -> None:
-    """The same, where a block begins anywhere behind a causal context."""
+    """The same holds for a block that begins anywhere after a causal context."""
     network, _ = random_network("nemotron")
     clean, noised = torch.randint(TOKENS.vocab_size, (2, 3, 20), generator=torch.manual_seed(0))
     starts, first = torch.tensor([6, 9, 12]), 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: what it holds, and what it does to the path of an environment."""
+"""The wheel: its contents, and its effect on the path of an environment."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ IN_OVERLAY = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Made where no compiler is found, as on a machine without one."""
+    """Build the wheel on a simulated machine without a compiler."""
     folder = tmp_path_factory.mktemp("wheel")
     copied = folder / "source"
     for name in ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator"):
@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("left out: ")]
     assert "flash_sample, vllm_add_llada, vmm_allocator: nvcc not found" in line
-    assert "on a GPU slower" in line  # what it costs
+    assert "on a GPU slower" in line  # the consequence
     assert not list(copied.glob("*.egg-info"))  # Python would find a second project there
     (file,) = folder.glob("*.whl")
     return zipfile.ZipFile(file)
@@ -80,7 +80,7 @@ def test_it_and_a_source_tree_say_the_same(wheel: zipfile.ZipFile) -> None:
         (None, True),
         ("", True),
         ("dllm_endpoints,other", True),
-        ("other", False),  # whoever names others leaves us out
+        ("other", False),  # a list of other plugins excludes ours
     ],
 )
 def test_the_overlay_stands_before_upstream(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chromium without a window, driven over its debugging pipe: no driver, no package."""
+"""Headless Chromium driven over its debugging pipe, without a driver program or package."""
 
 import base64
 import json
@@ -17,25 +17,25 @@ KEYS |= {"ArrowLeft": 37, "ArrowRight": 39}
 
 
 class PageError(AssertionError):
-    """The page did not do what was waited for, or a script of it failed."""
+    """The page did not reach an expected state, or one of its scripts failed."""
 
 
 class Browser:
-    """One tab of a browser with a profile of its own.
+    """One tab of a browser with its own profile.
 
     Args:
-        profile: folder for what the browser writes.
+        profile: folder for the files of the browser.
 
     Attributes:
-        errors: what scripts threw, what a policy stopped, and what could not be loaded.
-        requested: addresses that were asked for.
+        errors: exceptions of scripts, violations of a policy, and failed loads.
+        requested: addresses that the page requested.
     """
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        # The browser reads descriptor 3 and writes 4.
+        # The browser reads from descriptor 3 and writes to descriptor 4.
         self._process = subprocess.Popen(
             [
                 *("bash", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}', CHROMIUM),
@@ -67,7 +67,7 @@ class Browser:
     def show(
         self, width: int = 1280, height: int = 800, *, dark: bool = False, still: bool = True
     ) -> None:
-        """Take a size in pixels, and what the system prefers: dark colours, nothing that moves."""
+        """Set the size in pixels and the system's preferences: dark colours, reduced motion."""
         size = {"width": width, "height": height, "mobile": width < 500}
         self._call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1)
         preferred = {
@@ -78,7 +78,7 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=features)
 
     def disconnect(self, is_cut: bool = True) -> None:
-        """Cut the network, or give it back."""
+        """Disconnect the network, or connect it again."""
         speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
         self._call("Network.emulateNetworkConditions", offline=is_cut, **speed)
 
@@ -89,7 +89,7 @@ class Browser:
         self.wait_for("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise is waited for."""
+        """Return the value of a JavaScript expression; wait for a promise."""
         actual = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -105,7 +105,7 @@ class Browser:
             time.sleep(POLL_S)
 
     def key(self, name: str) -> None:
-        """Press and release a key, by its name as in `KeyboardEvent.key`."""
+        """Press and release a key, named as in `KeyboardEvent.key`."""
         text = "\r" if name == "Enter" else ""
         report = {"key": name, "windowsVirtualKeyCode": KEYS[name], "text": text}
         for kind in ("keyDown", "keyUp"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of the server do: send bodies, read event streams, look at the metrics."""
+"""A client of the server for tests: sends bodies, reads event streams and metrics."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.server.process import MODEL_NAME, PATIENCE_S, POLL_S
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
-PUZZLE = "What plus Paris 7 is France of?"  # no learnt answer: noise decides much of what comes out
+PUZZLE = "What plus Paris 7 is France of?"  # no answer was learnt, so noise decides most tokens
 LONG = {  # takes minutes
     "prompt": PUZZLE,
     "ignore_eos": True,
@@ -30,7 +30,7 @@ ROUTES = (GENERATE, CHAT, COMPLETIONS)
 
 
 def body_for(route: str, /, **fields: Any) -> dict[str, Any]:
-    """A body of `route` that asks QUESTION."""
+    """Return a body of `route` with QUESTION as prompt."""
     parameters: dict[str, Any] = {"prompt": QUESTION}
     if route in (CHAT, MESSAGES):
         parameters = {"messages": [{"role": "user", "content": QUESTION}]}
@@ -46,11 +46,11 @@ class Client:
         self.http = http
 
     def generate(self, **body: Any) -> dict[str, Any]:
-        """The answer of /generate to a body that it must accept."""
+        """Return the answer of /generate to a body that it must accept."""
         return self.answer(GENERATE, body)
 
     def ask(self, question: str = QUESTION, **body: Any) -> dict[str, Any]:
-        """/generate through the chat template."""
+        """Send a question to /generate through the chat template."""
         return self.generate(prompt=question, apply_chat_template=True, **body)
 
     def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Client:
         return content
 
     def events(self, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events of a streamed answer; its end mark is checked and left out."""
+        """Return the events of a streamed answer without its end mark, which must be there."""
         with self.http.stream("POST", route, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -70,14 +70,14 @@ class Client:
         return [json.loads(data) for data in actual[:-1]]
 
     def metric(self, name: str) -> float:
-        """A metric of /metrics, summed over its labels."""
+        """Return a metric of /metrics, summed over its labels."""
         text = self.http.get("/metrics").text
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert values, f"/metrics has no {name}"
         return sum(map(float, values))
 
     def num_requests(self) -> float:
-        """Requests in the engine, running and waiting."""
+        """Return the number of requests in the engine, running and waiting."""
         return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
 
     def wait_for_num_requests(self, wanted: int) -> None:
@@ -94,7 +94,7 @@ class Client:
 
 
 def events(lines: Iterable[str]) -> Iterator[str]:
-    """The data of server-sent events, one line each."""
+    """Yield the data of server-sent events, one line each."""
     for line in lines:
         if line:
             assert line.startswith("data: "), line
@@ -102,10 +102,10 @@ def events(lines: Iterable[str]) -> Iterator[str]:
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error of a refusal, checked to have OpenAI's shape."""
+    """Return the error of a refusal, after checking that it has OpenAI's shape."""
     assert response.status_code == status, response.text
     content: dict[str, Any] = response.json()
-    if response.url.path.startswith(MESSAGES):  # as Anthropic's clients know it
+    if response.url.path.startswith(MESSAGES):  # errors in Anthropic's shape have a type
         assert content.pop("type") == "error"
     assert content.keys() == {"error"}
     error: dict[str, Any] = content["error"]
@@ -117,7 +117,7 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    """What must repeat of an answer."""
+    """Return the parts of an answer that are equal in every run."""
     measured = ("_ms", "_bytes")
     report = {k: v for k, v in answer["diffusion"].items() if not k.endswith(measured)}
     kept = {k: v for k, v in answer.items() if k not in ("id", "created")}

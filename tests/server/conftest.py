@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server process for all tests of this folder, watched while they run."""
+"""One server process for all tests of this folder, which check its health and its log."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +22,9 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The overlay's own entry point, in float32: answers must not depend on batch neighbours.
+    """Start a server in float32, so that answers do not depend on batch neighbours.
 
-    With an argument that cannot act.
+    Its argument `--enable-prefix-caching` has no effect on this family, and its log must say so.
     """
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
     command += ["--dtype", "float32", "--enable-prefix-caching", "--enable-scale-out"]
@@ -38,14 +38,14 @@ def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    """One for all tests: to make one reads the certificates of the system."""
+    """Open one HTTP client for all tests, because a new one reads the system's certificates."""
     with server.client() as actual:
         yield actual
 
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One for all tests."""
+    """Start one browser for all tests."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
     actual = Browser(tmp_path_factory.mktemp("browser"))
@@ -55,7 +55,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def client(server: ServerProcess, http: httpx.Client) -> Iterator[Client]:
-    """A client. Afterwards the server must be healthy and have logged no traceback."""
+    """Yield a client; then check that the server is healthy and has logged no traceback."""
     start = server.log_size()
     yield Client(http)
     assert http.get("/health").status_code == 200
@@ -65,7 +65,7 @@ def client(server: ServerProcess, http: httpx.Client) -> Iterator[Client]:
 
 @pytest.fixture
 def openai(server: ServerProcess, client: Client) -> Iterator[OpenAI]:
-    """OpenAI's own client; `client` is here to check the server's health and log afterwards."""
+    """Yield OpenAI's own client. `client` checks the server's health and log afterwards."""
     with OpenAI(
         base_url=f"{server.url}/v1",
         api_key="none",

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of a page's text stands out too little, by WCAG 2's ratio: the value of this script is a
-// promise of ["text: ratio", ...]. What a pane draws is checked by the look of every kind of tile.
+// Finds the text of a page with too little contrast, by WCAG 2's ratio. The value of this script is
+// a promise of ["text: ratio", ...]. A canvas has no text nodes, so that the script computes the
+// look of every kind of tile instead.
 
 (async () => {
   const WANTED = 4.5;
   const pen = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
 
-  // Red, green, blue and opacity, from 0 to 1, of a colour as CSS writes it.
+  // Return red, green, blue and opacity of a CSS colour, from 0 to 1.
   function parts(colour) {
     pen.clearRect(0, 0, 1, 1);
     pen.fillStyle = colour;
@@ -32,7 +33,7 @@
     return found;
   }
 
-  // How much a text of an element stands out from what lies below it.
+  // Return the contrast between an element's text and its background.
   function standsOut(element, colour) {
     let below = parts(getComputedStyle(document.documentElement).colorScheme.includes("dark") &&
       matchMedia("(prefers-color-scheme: dark)").matches ? "black" : "white").slice(0, 3);

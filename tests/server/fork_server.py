@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python programs forked from a process that has imported vllm: half a minute less for a server.
+"""Python programs forked from a process that has imported vLLM, which saves half a minute each.
 
-`python -m tests.server.fork_server FD` is that process. It accepts connections on a listening
-socket. Each connection sends a program as a line of JSON; the process forks, and the child runs the
-program as `python ...` would. It sends the child's pid on that connection, and later how it ended.
-`ForkServer` is the other side. The processes of pytest-xdist share one (`share`), which imports
-vLLM when first needed.
+`python -m tests.server.fork_server FD` is the forking process. It accepts connections on a
+listening socket. Each connection sends a program as a line of JSON. The process forks, and the
+child runs the program as `python ...` would. The process sends the child's pid on that connection,
+and later its exit status. `ForkServer` is the other side. The processes of pytest-xdist share one
+forking process (`share`), which imports vLLM for the first program.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 ADDRESS = "MOSAIC_TESTS_WARM"  # variable with the path of the shared process's socket
-# What a server and its engine import on their way to the first answer, the engine a fork of it, and
-# an offline program.
+# Modules that a server, its engine (a fork of it) and an offline program import until their first
+# answer.
 NEEDED = (
     *("vllm.entrypoints.api_server", "vllm.entrypoints.launchers.api_server.entry"),
     *("vllm.diffusion.api.server.cli", "vllm.diffusion.api.server.endpoint"),
@@ -45,12 +45,12 @@ NEEDED = (
 
 
 class ForkServer:
-    """A program, with what `subprocess.Popen` has of it, in a session of its own.
+    """A program in its own session, with the methods of `subprocess.Popen` that tests use.
 
     Args:
-        arguments: of the interpreter: `-m` and a module, or a file; then the program's.
-        log: file that takes its stdout and stderr; it runs in the folder of that.
-        variables: its environment, but for what importing vllm adds.
+        arguments: arguments of the interpreter (`-m` and a module, or a file), then of the program.
+        log: file for stdout and stderr. The program runs in the folder of this file.
+        variables: environment of the program. Variables that importing vLLM sets are added.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
@@ -63,7 +63,7 @@ class ForkServer:
         self.returncode: int | None = None
 
     def _number(self) -> int:
-        # Unbuffered: nothing that was read lies where select does not see it.
+        # Unbuffered, because select does not report bytes that are already in a buffer.
         with self._connection.makefile("rb", buffering=0) as numbers:
             line = numbers.readline()
         if not line:
@@ -90,13 +90,16 @@ class ForkServer:
 
 
 def share() -> None:
-    """Let the processes that this one starts, those of pytest-xdist, fork from the same one."""
+    """Make the processes that this one starts (of pytest-xdist) use the same forking process."""
     os.environ[ADDRESS], _ = _parent()
 
 
 @cache
 def _parent() -> tuple[str, subprocess.Popen[bytes]]:
-    """The process that forks, and its address. It ends with this one, whose pipe it reads."""
+    """Start the forking process and return its address.
+
+    The process reads a pipe of this process, and therefore ends when this process ends.
+    """
     from tests.programs import ROOT
     from tests.server.process import environment
 
@@ -115,7 +118,10 @@ def _parent() -> tuple[str, subprocess.Popen[bytes]]:
 
 
 def forked(listener: socket.socket) -> dict[str, Any] | None:
-    """Fork a child for each connection: what it says in the child, None at the end of stdin."""
+    """Fork a child for each connection.
+
+    Returns the program in the child, and None in the parent at the end of stdin.
+    """
     children: dict[int, socket.socket] = {}
     while True:
         readable, _, _ = select.select([0, listener], [], [], POLL_S)
@@ -136,7 +142,7 @@ def forked(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def tell(connection: socket.socket, number: int) -> None:
-    with suppress(ConnectionError):  # who started the program has ended
+    with suppress(ConnectionError):  # the process that started the program has ended
         connection.sendall(b"%d\n" % number)
 
 
@@ -149,7 +155,7 @@ def tell_who_ended(children: dict[int, socket.socket]) -> None:
 
 @cache
 def import_what_is_needed() -> dict[str, str]:
-    """Import what programs share, once; returns the variables that importing has set."""
+    """Import the modules that programs share, once, and return the variables that this has set."""
     import setproctitle
 
     given = {**os.environ}
@@ -162,11 +168,12 @@ def import_what_is_needed() -> dict[str, str]:
 
     from vllm import plugins
 
-    make_arg_parser(FlexibleArgumentParser())  # what it reads of all classes is kept
-    plugins.plugins_loaded = False  # each program loads them, as part of what it does
-    setproctitle.getproctitle()  # finds its place in memory by the environment that is still there
+    make_arg_parser(FlexibleArgumentParser())  # caches the arguments of all configuration classes
+    plugins.plugins_loaded = False  # each program loads the plugins itself
+    # setproctitle finds its memory by the environment, which is still unchanged here.
+    setproctitle.getproctitle()
     gc.collect()
-    gc.freeze()  # the garbage collector of a program leaves alone what all of them share
+    gc.freeze()  # programs do not collect the objects that all of them share
     return {name: value for name, value in os.environ.items() if given.get(name) != value}
 
 
@@ -177,14 +184,14 @@ def has_peer(connection: socket.socket) -> bool:
 
 
 def leave_the_port() -> None:
-    """Put /dev/null in the place of each port that this process, a fork, was given with its memory.
+    """Replace each listening port that this fork has inherited with /dev/null.
 
-    A spawned engine has none either. A server that ends looks for others at its port, and is in
-    trouble where one of them has just been killed.
+    A spawned engine does not inherit ports either. A server that ends searches for other processes
+    at its port, and fails if one of them has just been killed.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:  # else no socket
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:  # skips other files
             if one.family in (socket.AF_INET, socket.AF_INET6) and not has_peer(one):
                 os.dup2(null, number)
     os.close(null)
@@ -193,10 +200,11 @@ def leave_the_port() -> None:
 def run(
     arguments: Sequence[str], log: str, variables: Mapping[str, str], added: Mapping[str, str]
 ) -> None:
-    """What the interpreter does with these arguments, in a session of its own.
+    """Run Python with these arguments as the interpreter would, in a new session.
 
-    `added` is what importing set of the environment. It stands last there: setproctitle of a
-    spawned engine looks for its place beside the first variable, which importing must not touch.
+    `added` are the variables that importing has set. They come last in the environment, because
+    setproctitle of a spawned engine finds its memory next to the first variable, which must not
+    change.
     """
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
@@ -211,7 +219,7 @@ def run(
         os.environ.setdefault(name, value)
     if arguments[0] == "-m":
         sys.argv = [*arguments[1:]]
-        # This process has imported it already; a user's has not.
+        # The warning is about a module that only this process has imported before.
         warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page's logic without a browser: `node --test`, by tests/server/test_page.py.
+// Tests the page's logic without a browser; tests/server/test_page.py runs it with `node --test`.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";

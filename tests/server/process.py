@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server processes for tests: start, wait until healthy, stop, and leave nothing behind."""
+"""Server processes for tests: start, wait until healthy, stop, and remove all descendants."""
 
 import contextlib
 import os
@@ -22,21 +22,22 @@ from tests.server.fork_server import ForkServer
 MODEL = ROOT / "models" / "llada-tiny"
 MODEL_NAME = "llada-tiny"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.api_server")
-START_S = 300.0  # the first start after an installation compiles all of upstream's modules
+START_S = 300.0  # seconds; the first start after an installation compiles upstream's modules
 STOP_S = 120.0
-PATIENCE_S = 60.0  # with what takes a moment: a busy machine must not fail a test
+PATIENCE_S = 60.0  # seconds for a short operation, so that a busy machine fails no test
 POLL_S = 0.05
-KEEP_ALIVE_S = 2.0  # a server keeps a connection for 5 s
+KEEP_ALIVE_S = 2.0  # seconds; a server closes an idle connection after 5
 
 
 class ServerFailed(Exception):
-    """A server process did not do what was waited for; the message ends with its log's tail."""
+    """A server did not reach an expected state. The message ends with the last lines of its log."""
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without the settings that other tests make for engines of theirs.
+    """Return the environment of this process without variables that tests of engines set.
 
-    The interpreter's own folder comes first on PATH: scripts find the same Python as the tests.
+    The interpreter's own folder is the first one of PATH, so that scripts use the Python of the
+    tests.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "DLLM_"))}
     return {
@@ -45,21 +46,21 @@ def environment(**variables: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # an engine imports nothing again
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # an engine need not import modules again
         **variables,
     }
 
 
 class ServerProcess:
-    """A server in a process group of its own.
+    """A server in its own process group.
 
-    What this interpreter runs is forked from a process that has imported vllm.
+    Commands of this Python interpreter are forked from a process that has imported vLLM.
 
     Args:
         command: the command line, without `--port`.
-        log: file that takes its stdout and stderr.
-        port: where it listens; None: the command is told a free one with `--port`.
-        variables: environment variables on top of `environment()`.
+        log: file for stdout and stderr.
+        port: port of the server; None adds `--port` with a free one.
+        variables: environment variables in addition to `environment()`.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=log.parent,  # not the repository: nothing may depend on the current folder
+                cwd=log.parent,  # not the repository: no program may depend on the current folder
                 env=environment(**variables),
                 start_new_session=True,
             )
@@ -96,17 +97,17 @@ class ServerProcess:
         return self._process.pid
 
     def log(self, start: int = 0) -> str:
-        """The log from byte `start` on."""
+        """Return the log from byte `start` on."""
         with self._log.open("rb") as file:
             file.seek(start)
             return file.read().decode(errors="replace")
 
     def log_size(self) -> int:
-        """Bytes of the log so far."""
+        """Return the number of bytes of the log so far."""
         return self._log.stat().st_size
 
     def wait_for_line(self, pattern: str) -> None:
-        """A line of the log that ends so; it may be written a moment after an answer is sent."""
+        """Wait for a log line that ends with the pattern; it may follow an answer by a moment."""
         deadline = time.monotonic() + PATIENCE_S
         while not re.search(pattern + "$", self.log(), re.MULTILINE):
             if time.monotonic() > deadline:
@@ -114,7 +115,7 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def client(self, timeout_s: float = 120.0) -> httpx.Client:
-        """A client that passes proxies by, and no connection that the server may be closing."""
+        """Return a client without proxies that reuses no connection the server may be closing."""
         limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
         return httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, trust_env=False)
 
@@ -128,22 +129,22 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def has_ended(self) -> bool:
-        """Whether the main process has ended."""
+        """Return whether the main process has ended."""
         return self._process.poll() is not None
 
     def terminate(self) -> None:
-        """SIGTERM to the main process alone, as an init system or a container runtime sends it."""
+        """Send SIGTERM to the main process alone, as an init system or a container runtime does."""
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self, timeout_s: float = STOP_S) -> int:
-        """The exit status of the main process."""
+        """Wait for the main process and return its exit status."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise self._failed(f"did not end within {timeout_s:g} s") from None
 
     def group_is_empty(self) -> bool:
-        """Whether no process of the group is left, the engine's included."""
+        """Return whether all processes of the group end within a minute, including the engine."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             try:
@@ -154,28 +155,29 @@ class ServerProcess:
         return False
 
     def descendants(self) -> list[psutil.Process]:
-        """The processes below the main one."""
+        """Return all descendants of the main process."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def engine(self) -> psutil.Process:
-        """The process of the engine, which upstream names."""
+        """Return the engine's process, which is found by upstream's name."""
         (engine,) = named(self.descendants(), "EngineCore")
         return engine
 
     def wait_until_unhealthy(self) -> None:
-        """Until /health says 503, or the server has ended by itself."""
+        """Wait until /health returns 503 or the server has ended by itself."""
         deadline = time.monotonic() + PATIENCE_S
         with self.client() as http:
             while not self.has_ended():
                 if time.monotonic() > deadline:
                     raise self._failed("is still healthy")
-                with contextlib.suppress(httpx.TransportError):  # it closes its port before it ends
+                # The port closes before the process ends.
+                with contextlib.suppress(httpx.TransportError):
                     if http.get("/health").status_code == 503:
                         return
                 time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """End every process of the group, whatever state it is in."""
+        """Kill every process of the group, whatever its state."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -187,7 +189,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def healthy(*processes: ServerProcess) -> Iterator[None]:
-    """Servers, side by side: healthy at the start, none left at the end."""
+    """Wait until the servers are healthy, and kill their process groups at the end."""
     try:
         for process in processes:
             process.wait_until_healthy()
@@ -198,17 +200,17 @@ def healthy(*processes: ServerProcess) -> Iterator[None]:
 
 
 def named(processes: Iterable[psutil.Process], title: str) -> list[psutil.Process]:
-    """Those with a word in their command lines, which upstream sets."""
+    """Return the processes with `title` in their command lines, which upstream sets."""
     results = []
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             if title in "".join(process.cmdline()):
                 results.append(process)
     return results
 
 
 def still_alive(processes: list[psutil.Process]) -> list[str]:
-    """Those that do not end by themselves."""
+    """Wait for the processes to end, and describe the ones that do not."""
     _, alive = psutil.wait_procs(processes, PATIENCE_S)
     lines = []
     for process in alive:
@@ -220,7 +222,7 @@ def still_alive(processes: list[psutil.Process]) -> list[str]:
 
 
 def is_error(answer: Future[httpx.Response]) -> bool:
-    """An error answer, or a connection that was closed."""
+    """Return whether the answer is a server error or its connection was closed."""
     try:
         return answer.result(PATIENCE_S).status_code >= 500
     except httpx.TransportError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the server serves, as the reference computes it."""
+"""The model of the test server, computed by the reference."""
 
 from functools import cache
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stream_canvas`: between the chunks of an answer, its canvas after every denoise step."""
+"""`stream_canvas` adds the canvas after every denoising step between the chunks of an answer."""
 
 import http.client
 import json
@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {"gen_length": 32, "block_length": 8, "steps": 16, "seed
 
 
 def canvas_of(route: str, event: dict[str, Any]) -> dict[str, Any] | None:
-    """The canvas that an event brings, if it brings one and nothing else."""
+    """Return the canvas of an event, which then has no other content, or None."""
     if route == GENERATE:
         actual: dict[str, Any] | None = event.get("canvas")
         assert (actual is not None) == (event["object"] == "text_diffusion.canvas")
@@ -49,7 +49,7 @@ def index_of(event: dict[str, Any]) -> int:
 
 
 def check_canvases(canvases: list[dict[str, Any]], length: int) -> None:
-    """Numbered steps; what is committed stays as it is; every list covers the whole canvas."""
+    """Check that steps are numbered, commits are final, and every list covers the whole canvas."""
     for canvas in canvases:
         assert {len(canvas[k]) for k in ("token_ids", "text", "committed", "confidence")} == {
             length
@@ -122,7 +122,7 @@ def test_a_canvas_ends_where_the_answer_is_complete(client: Client) -> None:
     assert "".join(canvas["text"][: end - 1]) == ANSWER
     assert all(canvas["committed"][:end])
     assert not any(canvas["committed"][16:])
-    assert set(canvas["text"][16:]) == {"<|mdm_mask|>"}  # never proposed
+    assert set(canvas["text"][16:]) == {"<|mdm_mask|>"}  # no token was proposed here
 
 
 def test_openais_client_takes_them(openai: OpenAI) -> None:
@@ -145,7 +145,7 @@ def test_openais_client_takes_them(openai: OpenAI) -> None:
 
 
 def test_readers_that_stop_reading_hold_up_nobody(client: Client, server: ServerProcess) -> None:
-    """Their requests end and others are served; then the newest canvases are there."""
+    """Requests of stalled readers end, others are served, and the latest canvases are delivered."""
     long = {"gen_length": 512, "block_length": 8, "steps": 256, "ignore_eos": True}
     ended = client.metric("vllm:request_success_total")
     routes = (GENERATE, CHAT)
@@ -169,13 +169,13 @@ def test_readers_that_stop_reading_hold_up_nobody(client: Client, server: Server
 
 
 def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
-    """A canvas of 2048 tokens in as many steps would take minutes. Its answers count as one."""
+    """A disconnect ends a request that would take minutes. Its n answers count as one request."""
     long = {"gen_length": 2048, "steps": 2048, "block_length": 4, "ignore_eos": True}
     for route, n in ((CHAT, 1), (CHAT, 3), (COMPLETIONS, 3), (GENERATE, 3)):
         aborted = client.metric("dllm:requests_aborted_total")
         body = body_for(route, **long, stream_canvas=True, stream=True, n=n)
         with client.http.stream("POST", route, json=body) as response:
-            stream = events(response.iter_lines())  # unnamed it would close the connection
+            stream = events(response.iter_lines())  # the name keeps the connection open
             begun = json.loads(next(stream))
             assert "error" not in begun, begun
             client.wait_for_num_requests(n)
@@ -184,7 +184,7 @@ def test_a_reader_that_leaves_ends_the_request(client: Client) -> None:
 
 
 def test_noise_among_neighbours(client: Client) -> None:
-    """A request that is watched answers like one that is not."""
+    """Sampled tokens of a request with streamed canvases are the same as without them."""
     parameters = {**ASKED, "temperature": 2.0, "ignore_eos": True, "prompt": PUZZLE}
     *_, watched = client.events(GENERATE, {**parameters, "stream_canvas": True})
     assert watched["token_ids"] == client.generate(**parameters)["token_ids"]

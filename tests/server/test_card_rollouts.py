@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that come from a trainer's GPU memory: by handles on the same card, by NCCL from another.
+"""Weight updates from a trainer's GPU memory: by handles on the same GPU, by NCCL from another.
 
-This process is the trainer, with upstream's own side of a transfer.
+This process is the trainer and uses upstream's side of a transfer.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +23,12 @@ HEAD = "model.transformer.ff_out.weight"
 
 @pytest.fixture(scope="module")
 def model_dir(checkpoint: Callable[[str], Path]) -> Path:
-    """Return a model with random weights: these tests compare answers, and need no good ones."""
+    """Return a model with random weights, because these tests only compare answers."""
     return checkpoint("mha")
 
 
 class Tensors(WeightSource):
-    """The weights of a checkpoint on this process's card."""
+    """The weights of a checkpoint on the GPU of this process."""
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
@@ -43,7 +43,7 @@ class Tensors(WeightSource):
 
 
 def transferred(server: ServerProcess, model_dir: Path, init_info: Any) -> None:
-    """Send a head of zeros, then the model's own weights, which the server must have again."""
+    """Send a head of zeros, then the model's own weights, and compare the server's answers."""
     source = Tensors(model_dir)
     with healthy(server), server.client() as http:
         client = Client(http)
@@ -72,11 +72,11 @@ def transferred(server: ServerProcess, model_dir: Path, init_info: Any) -> None:
 
 
 def server_of(model_dir: Path, log: Path, backend: str, **variables: str) -> ServerProcess:
-    # Through `env` it is a process from the start: CUDA does not survive a fork.
+    # `env` starts a new process instead of a fork, because CUDA does not survive a fork.
     command = ["env", *SERVER, "--model", str(model_dir), "--dtype", "bfloat16"]
     command += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     variables |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    variables |= {"VLLM_ACTIVATION_POOL_SIZE_BYTES": f"{2 << 30}"}  # beside other tests
+    variables |= {"VLLM_ACTIVATION_POOL_SIZE_BYTES": f"{2 << 30}"}  # leaves memory to other tests
     return ServerProcess(command, log, **variables)
 
 
@@ -91,7 +91,7 @@ def test_a_trainer_on_the_same_card(model_dir: Path, tmp_path: Path, packed: boo
 
 
 def nccl_is_usable() -> bool:
-    """Whether upstream's transfers can use this machine's NCCL."""
+    """Return whether upstream's transfers can use the NCCL library of this machine."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
     try:
@@ -102,7 +102,7 @@ def nccl_is_usable() -> bool:
 
 
 def nccl_server(model_dir: Path, log: Path, *, packed: bool) -> tuple[ServerProcess, Any]:
-    """A server on the second card, and what its trainer is told."""
+    """Return a server on the second GPU and the settings of its trainer."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     where = {"master_address": "127.0.0.1", "master_port": free_port()}
@@ -121,7 +121,7 @@ def test_a_trainer_on_another_card(model_dir: Path, tmp_path: Path, packed: bool
 
 @pytest.mark.multi_gpu(2)
 def test_an_nccl_that_cannot_be_used_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    """Its broadcasts would bring nothing, and say nothing."""
+    """A server must not accept an NCCL whose broadcasts would silently transfer no data."""
     if nccl_is_usable():
         pytest.skip("vLLM can use this NCCL")
     server, info = nccl_server(model_dir, tmp_path / "server.log", packed=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request for several answers as several requests, over an engine that only pretends."""
+"""A request for several answers becomes several requests; a stub replaces the engine."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -64,7 +64,7 @@ MODEL = ServedModel(
 
 
 class CountingValidator(Validator):
-    """Decides for a model that nobody serves."""
+    """A validator without a model, which counts the requests that it decides."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -105,8 +105,8 @@ def test_one_answer_is_upstreams_request() -> None:
     assert [f.outputs[0].text for f in answer] == ["...", "7"]
     ((request_id, own),) = engine.asked
     assert (request_id, own.n, own.seed, own.max_tokens) == ("r", 1, 7, 20)
-    assert sampling.extra_args is None  # the caller's stays as it was
-    assert client(engine).name == "engine"  # everything else is the engine's
+    assert sampling.extra_args is None  # the caller's object is unchanged
+    assert client(engine).name == "engine"  # other attributes are the engine's
 
 
 def test_several_answers_in_turn() -> None:
@@ -178,7 +178,7 @@ def test_generate_decides_once_a_prompt(body: dict[str, Any]) -> None:
 
 
 class Rendering:
-    """The part of an engine that makes prompts ready."""
+    """The part of an engine that renders prompts."""
 
     model_config = SimpleNamespace(max_logprobs=20, is_encoder_decoder=False)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that know nothing of diffusion: curl, and upstream's own benchmark."""
+"""Clients without diffusion support: curl, upstream's benchmark and Anthropic's client."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def test_curl(client: Client, server: ServerProcess, route: str) -> None:
 def test_upstreams_benchmark(
     client: Client, server: ServerProcess, model_dir: Path, tmp_path: Path
 ) -> None:
-    """`vllm bench serve` on both routes; the processes run at the same time."""
+    """`vllm bench serve` works on both routes. Both processes run at the same time."""
     program = ("-m", "vllm.entrypoints.cli.main", "bench", "serve")
     dataset = ("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "32")
     running = {
@@ -72,7 +72,7 @@ def test_upstreams_benchmark(
 
 
 def test_anthropics_client(client: Client, server: ServerProcess) -> None:
-    """As its documentation has it: an answer, a stream, a call of a tool, a refusal."""
+    """Calls of Anthropic's documentation work: an answer, a stream, a tool call and a refusal."""
     from anthropic import Anthropic, BadRequestError
 
     messages: Any = [{"role": "user", "content": QUESTION}]

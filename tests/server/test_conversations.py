@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as clients of several APIs write them: texts in parts, calls, results, prefills."""
+"""Conversations in the forms of several APIs: texts in parts, tool calls, results, prefills."""
 
 import json
 from typing import Any
@@ -45,7 +45,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "Sunny"}
 
 
 def with_content(route: str, content: Any) -> dict[str, Any]:
-    """A body of `route` whose only message has this content."""
+    """Return a body of `route` whose only message has this content."""
     message = {"role": "user", "content": content}
     if route == RESPONSES:
         return {"model": MODEL_NAME, "input": [message]}
@@ -63,7 +63,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def prompt_of(client: Client, messages: list[Any], **fields: Any) -> str:
-    """The text of the prompt that chat makes of a conversation."""
+    """Return the text of the prompt that the chat route renders from a conversation."""
     body = {"messages": messages, "max_tokens": 64, "return_token_ids": True, **fields}
     tokens = client.answer(CHAT, body)["prompt_token_ids"]
     return str(client.answer("/detokenize", {"tokens": tokens})["prompt"])
@@ -101,7 +101,7 @@ def test_parts_that_are_no_text_are_refused_by_their_path(client: Client, route:
 
 
 def test_results_and_calls_are_written_whether_tools_are_given_or_not(client: Client) -> None:
-    """In one text, whatever parts they came in."""
+    """The parts of a text are joined, with and without tools in the request."""
     beside = [{"type": "text", "text": "Let me"}, {"type": "text", "text": "look."}]
     for content, result in (
         ("Let me\nlook.", "Sunny"),
@@ -193,7 +193,7 @@ def test_items_of_a_response_are_refused_by_their_path(client: Client) -> None:
 
 
 def test_histories_of_responses(client: Client) -> None:
-    """An answer of no text, of several, calls, results in parts: valid in OpenAI's API."""
+    """Items that OpenAI's API allows are accepted: empty and split texts, calls, and results."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     texts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
     parts = [{"type": "input_text", "text": "Sunny"}]
@@ -273,7 +273,7 @@ def test_a_batch_refuses_what_it_has_not(client: Client) -> None:
 
 
 def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
-    """With tools, parts of every dialect, and the refusals of the real route."""
+    """The render route gives the prompt of the real route, with tools and parts, or its refusal."""
     body = {"messages": [{"role": "user", "content": PARTS[:2]}], "max_tokens": 64}
     for fields in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
         rendered = client.answer(f"{CHAT}/render", {**body, **fields})
@@ -290,7 +290,7 @@ def test_a_prompt_is_rendered_as_the_request_has_it(client: Client) -> None:
 
 
 def test_ten_stop_strings(client: Client) -> None:
-    """Editors that complete code send so many; the first one that stands in the answer ends it."""
+    """Editors that complete code send ten; the first one that appears in the answer ends it."""
     stops = [f"never {i}" for i in range(9)] + ["France"]
     for route, name in ((CHAT, "stop"), (MESSAGES, "stop_sequences"), (BATCH, "stop")):
         body = with_content(route, QUESTION) | {"max_tokens": 32}
@@ -328,7 +328,7 @@ def test_answers_of_messages_have_anthropics_ids(client: Client) -> None:
 
 @pytest.mark.parametrize("route", [GENERATE, CHAT, BATCH, COMPLETIONS, MESSAGES, COUNT, RESPONSES])
 def test_null_is_not_given(client: Client, route: str) -> None:
-    """In every field that the server documents, all at once; none reaches the engine."""
+    """Null is accepted in all documented fields at once, and never reaches the engine."""
     document = client.http.get("/openapi.json").json()
     operation = document["paths"][route]["post"]
     reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's routes for typed decisions, read from masks; against the reference model."""
+"""Upstream's routes for typed decisions score labels at masks as the reference model does."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ QUESTIONS: dict[str, Any] = {
     "sure": {"type": "noul", "instructions": "Is Paris a capital?"},
     "size": {"type": "score", "instructions": "Large?", "criteria": ["low", "big", "top"]},
 }
-# What the model is shown of them, and the labels of their answers.
+# The texts of the questions in the prompt, and the labels of their answers.
 SHOWN = (
     ("Question: Which?\nA: Paris\nB: Rome - it\nAnswer with the letter of one option only.", "AB"),
     ("Question: Is Paris a capital?\nyes\nno\nAnswer with yes or no only.", "yn"),
@@ -51,7 +51,7 @@ def prompt(content: str) -> list[int]:
 
 
 def decision_prompt() -> tuple[list[int], list[int]]:
-    """The sequence of all questions, and the positions of the masks."""
+    """Return the prompt of all questions, and the positions of its masks."""
     numbered = [f"Question {n}:\n{text}" for n, (text, _) in enumerate(SHOWN, start=1)]
     tokens = prompt("\n\n".join([json.dumps(STATE), *numbered]))
     slots = []
@@ -67,7 +67,7 @@ def row(tokens: list[int], position: int) -> torch.Tensor:
 
 
 def probabilities(tokens: list[int], slots: list[int]) -> list[list[float]]:
-    """Of the labels of each question among each other."""
+    """Return the probabilities of each question's labels, relative to each other."""
     results = []
     for position, (_, labels) in zip(slots, SHOWN, strict=True):
         values = row(tokens, position)[[encode(label)[0] for label in labels]]
@@ -118,7 +118,10 @@ def test_a_lone_question_is_the_first_token_of_a_reply(client: Client) -> None:
 def in_steps(
     client: Client, ask: Callable[[], dict[str, Any]], *, num_steps: int, num_forwards: int
 ) -> dict[str, Any]:
-    """The answer once its readings share so many steps; on a busy machine some may come late."""
+    """Repeat a request until its forward passes share `num_steps` steps, and return its answer.
+
+    On a busy machine, some of the forward passes may arrive late.
+    """
     names = ("dllm:denoise_steps_total", "dllm:forwards_total")
     for _ in range(ATTEMPTS):
         before = [client.metric(name) for name in names]
@@ -186,7 +189,7 @@ def test_scores_that_are_refused_or_late(
 
 
 def test_labels_on_the_routes_that_write(client: Client) -> None:
-    """Of a canvas of one token, on every route, the same numbers as the mask itself has."""
+    """Logprobs of labels in a canvas of one token are those of a mask, on all text routes."""
     tokens, labels = encode("What is the capital of France?"), [5, 300, 17]
     values = row([*tokens, mask_id()], len(tokens))
     wanted = pytest.approx(values[labels].tolist(), **CLOSE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/docs`: its examples work, with a key too, and it asks nothing of elsewhere."""
+"""The page at `/docs`: its examples work, also with an API key, and it loads no foreign address."""
 
 import contextlib
 import threading
@@ -39,7 +39,7 @@ def test_every_example_is_a_request_that_works(client: Client, route: str) -> No
 
 
 def test_routes_are_grouped_by_purpose(client: Client) -> None:
-    """Ours come first, and each route says what it does."""
+    """Our routes come first, and each route has a description."""
     for _ in range(2):
         document = client.http.get("/openapi.json").json()
         assert [tag["name"] for tag in document["tags"]] == ["Ask", "Score", "Watch", "vLLM"]
@@ -66,7 +66,7 @@ def test_a_server_may_document_nothing() -> None:
 
 
 def send_the_example(browser: Browser, url: str, key: str = "") -> str:
-    """What the page shows of the answer to the example of a route."""
+    """Send the example of a route on the page, and return the text that shows the answer."""
     browser.show()
     browser.errors.clear()
     browser.requested.clear()
@@ -103,7 +103,7 @@ def test_an_example_is_sent_from_the_page(browser: Browser, server: ServerProces
 
 
 class Leaving:
-    """What the gate asks of a server's life."""
+    """The part of `Lifecycle` that the gate uses."""
 
     refusal = None
 
@@ -113,7 +113,7 @@ class Leaving:
 
 @pytest.fixture
 def guarded() -> Iterator[str]:
-    """The address of an application that wants a key and answers with what it was sent."""
+    """Yield the address of an application that requires a key and returns what it received."""
     app = FastAPI()
 
     @app.post(ROUTE, openapi_extra=shown(ROUTE))

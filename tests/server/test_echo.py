@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`echo` beside `logprobs` on completions, as evaluation harnesses send them."""
+"""`echo` with `logprobs` on completions, as evaluation harnesses send them."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def echoed(client: Client, **body: Any) -> dict[str, Any]:
 
 
 def assert_chain(choice: dict[str, Any], prompt: list[int], num_top: int = 1) -> None:
-    """The numbers of a prompt are those of the chain, whose rows the alternatives are of, too."""
+    """Check that logprobs of a prompt and their alternatives are those of the reference's chain."""
     chain = likelihood.chain(model(), prompt, mask_id())
     report = choice["logprobs"]
     assert report["token_logprobs"][0] is None
@@ -99,7 +99,7 @@ def test_what_is_refused(client: Client, body: dict[str, Any], message: str) -> 
 
 
 def test_offsets_lie_within_a_text_of_characters_of_several_tokens(client: Client) -> None:
-    """The last token of such a character has it, so that the tokens' texts are the prompt."""
+    """The last token of a character has its whole text, so that all texts join to the prompt."""
     for prompt in (
         "h\u00e9llo \U0001f408 \u65e5\u672c",
         "a\u00e9\u00e9b",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples, programs and the documents' curl lines, run as they stand against the tiny model."""
+"""Examples, programs and curl lines of the documents run unchanged with the tiny model."""
 
 import contextlib
 import csv
@@ -35,7 +35,7 @@ needs_canvases = pytest.mark.skipif(
 
 
 def run(*command: str | Path, questions: str = "") -> str:
-    """What a program prints that ends well."""
+    """Run a program that must succeed and return its output."""
     variables = environment(NO_PROXY="127.0.0.1", HF_HUB_OFFLINE="1")
     return output_of(*command, input=questions, env=variables)
 
@@ -53,7 +53,7 @@ def test_chat_with_a_server(client: Client, server: ServerProcess, option: str) 
     assert actual == f"{ANSWER}\n"
 
 
-# Runs a program with what is typed, in a process that has imported vllm.
+# Runs a program with typed input, in a process that has imported vLLM.
 TYPED = """
 import io, runpy, sys
 questions, sys.argv = sys.argv[1], sys.argv[2:]
@@ -64,7 +64,7 @@ sys.stdout.close()
 
 
 def test_chat_with_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None:
-    """The second question goes with the first and its answer."""
+    """The second question is sent with the first question and its answer."""
     script, log = tmp_path / "typed.py", tmp_path / "log"
     script.write_text(TYPED)
     questions = f"{QUESTION}\nAnd of Japan?\n"
@@ -108,7 +108,7 @@ def test_chat_shows_the_canvas_in_a_terminal(client: Client, server: ServerProce
 
 
 def in_a_terminal(command: list[str], question: str) -> bytes:
-    """What a program shows from its first prompt to its second, between which it is asked."""
+    """Return the output of a program in a terminal from its first prompt to its second."""
     child, terminal = pty.fork()
     if child == 0:
         os.execve(command[0], command, environment(TERM="xterm", COLUMNS="200", NO_PROXY="*"))
@@ -160,13 +160,13 @@ def test_a_documented_curl_line(client: Client, server: ServerProcess, line: str
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """Of an answer, or what an event adds to one."""
+    """Return the text of an answer, or the text that an event adds."""
     assert "error" not in answer
     if isinstance(answer.get("text"), list):
         return str(answer["text"][0])
-    if "output" in answer:  # of /v1/responses
+    if "output" in answer:  # the shape of /v1/responses
         return str(answer["output"][0]["content"][0]["text"])
-    if isinstance(answer.get("content"), list):  # of /v1/messages
+    if isinstance(answer.get("content"), list):  # the shape of /v1/messages
         return str(answer["content"][0]["text"])
     choice = next(iter(answer.get("choices", [])), {})
     message = choice.get("message") or choice.get("delta") or {}
@@ -181,7 +181,7 @@ def test_the_readme_asks_every_kind_of_route() -> None:
 
 
 def test_the_request_script_prints_the_raw_answer(client: Client, server: ServerProcess) -> None:
-    """Its own tests use a server that records."""
+    """The script's own tests use a server that records its requests."""
     usual = (
         "--model-family",
         "llada",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of sampling that clients send to every model: they act, on every route."""
+"""Sampling fields that clients send to every model have an effect on every route."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.server.process import ServerProcess
 
 STEPS: dict[str, Any] = {"gen_length": 32, "steps": 32}
-# What a client's settings page has, with values that act.
+# The fields of a client's settings page, with values that have an effect.
 SETTINGS: dict[str, Any] = {
     "temperature": 0.7,
     "top_p": 0.95,
@@ -53,7 +53,7 @@ def tokens_of(client: Client, text: str) -> list[int]:
 
 
 def answer_of(client: Client, route: str, **fields: Any) -> dict[str, Any]:
-    """The answer to QUESTION in the chat template, with one token a step."""
+    """Return the answer to QUESTION in the chat template, with one token per step."""
     chat = {"apply_chat_template": True} if route == GENERATE else {}
     answer = client.answer(route, {**body_for(route), **chat, **STEPS, **fields})
     assert answer["diffusion"]["ignored"] == []
@@ -93,7 +93,7 @@ def test_a_page_of_settings_is_taken_on_every_route(client: Client, route: str) 
 
 
 def test_openais_client(server: ServerProcess) -> None:
-    """It has the fields of OpenAI's interface as arguments, and others in `extra_body`."""
+    """Fields of OpenAI's interface are arguments, and other fields are in `extra_body`."""
     openai = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     known = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "seed": 4}
     actual = openai.chat.completions.create(
@@ -133,6 +133,7 @@ def test_log_probabilities_are_told_after_edits_and_before_filters(client: Clien
     def logprobs_in(answer: dict[str, Any]) -> list[float]:
         return [top["logprob"] for token in answer["logprobs"][0] for top in token["top_logprobs"]]
 
-    assert min(logprobs_in(filtered)) > -200 and min(logprobs_in(plain)) > -200  # not cut by top_k
+    # Logprobs do not depend on top_k: no probability is zero.
+    assert min(logprobs_in(filtered)) > -200 and min(logprobs_in(plain)) > -200
     likely = [top["token_id"] for one in edited["logprobs"][0] for top in one["top_logprobs"]]
     assert paris not in likely

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests drawn from the server's own OpenAPI document: none fails, and no stream breaks off."""
+"""Random requests from the server's OpenAPI document cause no server error or broken stream."""
 
 import pytest
 import schemathesis
@@ -9,15 +9,15 @@ from schemathesis import Case
 from tests.server.client import Client
 from tests.server.process import ServerProcess
 
-NUM_EXAMPLES = 24  # of an operation
-# Of those whose requests take a second each to draw: lists of conversations, and all tools.
+NUM_EXAMPLES = 24  # per operation
+# For two routes, drawing one request takes a second: lists of conversations, and all tools.
 FEWER_EXAMPLES = {"/v1/chat/completions/batch": 6, "/v1/messages/count_tokens": 8}
 ROUTES = (
     *("/generate", "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/loglikelihood"),
     *("/v1/systemone", "/generative_scoring", "/tokenize", "/detokenize", "/invocations"),
 )
-TIMED_OUT = 504  # what a drawn `timeout_s` asks for
+TIMED_OUT = 504  # the right status for a small drawn `timeout_s`
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -37,7 +37,7 @@ def test_drawn_requests_are_answered_or_refused(
         suppress_health_check=list(HealthCheck),
     )
     def check(case: Case) -> None:
-        response = case.call(timeout=60)  # a stream that breaks off raises
+        response = case.call(timeout=60)  # raises if a stream breaks off
         assert response.status_code < 500 or response.status_code == TIMED_OUT, response.text
         if response.status_code >= 400:
             error = response.json()["error"]

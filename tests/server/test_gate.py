@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gate, log and drain around a small application: no engine, no sockets."""
+"""Gate, access log and drain around a small application, without an engine or sockets."""
 
 import asyncio
 import logging
@@ -20,11 +20,11 @@ from tests.server.client import MESSAGES, refusal
 from vllm.diffusion.api.server import gate, lifecycle, refusals
 
 WORK = "/generate"
-BREAKS = 7  # bytes of a body at which the application fails
+BREAKS = 7  # length in bytes of a body at which the application fails
 
 
 class Engine:
-    """What `Lifecycle` uses of upstream's client."""
+    """The part of upstream's client that `Lifecycle` uses."""
 
     def __init__(self) -> None:
         self.errored = self.paused = self.holds_steps = False
@@ -57,7 +57,7 @@ class Engine:
 
 
 class Site:
-    """An application behind the gate: `work` answers with the size of the body it was sent."""
+    """An application behind the gate, whose `work` answers with the size of the request's body."""
 
     def __init__(self, num_engines: int = 0, **args: Any) -> None:
         self.engine = Engine()
@@ -100,7 +100,7 @@ class Site:
 
 
 def on_site(**args: Any) -> Callable[[Callable[[Site], Awaitable[None]]], Callable[[], None]]:
-    """Run a test inside an event loop with a fresh site."""
+    """Run a test in an event loop with a new site."""
 
     def decorated(test: Callable[[Site], Awaitable[None]]) -> Callable[[], None]:
         async def run() -> None:
@@ -129,7 +129,7 @@ async def test_every_route_but_probes_wants_a_key(site: Site) -> None:
         is_known = path in (WORK, "/v1/models")
         assert keyed.status_code == (200 if is_known else 404)
     assert (await site.http.get("/health")).status_code == 200
-    assert (await site.http.get("/")).status_code == 404  # the page's, where there is one
+    assert (await site.http.get("/")).status_code == 404  # reaches the application, without a page
     assert (await site.http.options(WORK)).status_code == 405  # the application's own answer
 
 
@@ -167,7 +167,7 @@ async def pieces(size: int) -> AsyncIterator[bytes]:
 @pytest.mark.usefixtures("small_bodies")
 @on_site()
 async def test_a_body_above_the_limit_is_refused(site: Site) -> None:
-    """Announced or in chunks."""
+    """The length may be announced, or the body may come in chunks."""
     for size, status in ((999, 200), (1000, 200), (1001, 413), (5000, 413)):
         for body in (b" " * size, pieces(size)):
             response = await site.http.post(WORK, content=body)
@@ -185,7 +185,7 @@ async def test_a_body_above_the_limit_is_refused(site: Site) -> None:
 
 @on_site()
 async def test_failures_of_anthropics_routes_have_their_shape(site: Site) -> None:
-    """Also where upstream's handlers answer: an unexpected error, an engine that is gone."""
+    """Upstream's handlers answer these: an unexpected error, and a dead engine."""
 
     async def fail(request: Request) -> None:
         gone = GracefulHTTPError("gone", HTTPStatus.SERVICE_UNAVAILABLE)
@@ -229,14 +229,14 @@ def test_the_log_names_request_status_and_id(monkeypatch: pytest.MonkeyPatch) ->
     async def run(**args: Any) -> None:
         site = Site(**args)
         uvicorns = logging.makeLogRecord({"name": "uvicorn.access", "msg": "GET /"})
-        assert not logging.getLogger("uvicorn.access").filter(uvicorns)  # ours takes its place
+        assert not logging.getLogger("uvicorn.access").filter(uvicorns)  # our line replaces it
         await site.http.post(f"{WORK}?key=secret", headers={"X-Request-Id": "mine-2"})
         await site.http.get("/forged%0aline")
         await site.http.get("/health")
         await site.http.post(WORK, content=b"1" * BREAKS)
 
     asyncio.run(run())
-    assert len(lines) == 3, lines  # /health is left out
+    assert len(lines) == 3, lines  # /health is not logged
     assert '"POST /generate" 200 ' in lines[0]
     assert lines[0].endswith("id=mine-2")
     assert '"GET /forged%0aline" 404 ' in lines[1]
@@ -286,7 +286,7 @@ def test_an_engine_inside_a_long_step_is_as_it_was(monkeypatch: pytest.MonkeyPat
 
 
 def stop(site: Site, timeout: float) -> asyncio.Task[None]:
-    """As upstream does it when a signal arrives: in a thread, while the loop goes on."""
+    """Shut down as upstream does at a signal: in a thread, while the event loop runs."""
     return asyncio.ensure_future(asyncio.to_thread(site.engine.shutdown, timeout=timeout))
 
 
@@ -309,12 +309,12 @@ async def test_a_drain_waits_for_open_requests_and_takes_no_new_ones(site: Site)
     assert site.engine.stopped == [60]
     assert not site.engine.aborted
     assert site.engine.output_handler.cancelled()
-    site.engine.shutdown(timeout=60)  # upstream's second call, on the loop itself
+    site.engine.shutdown(timeout=60)  # upstream's second call, in the event loop
     assert len(site.engine.stopped) == 2
 
 
 def test_the_loss_of_an_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of all engines hear of it at once, the others end too, and the status is no 0."""
+    """Requests of all engines fail at once, other engines end, and the exit status is not 0."""
     lines: list[str] = []
     monkeypatch.setattr(
         "vllm.diffusion.api.server.lifecycle.logger.error",
@@ -337,7 +337,7 @@ def test_the_loss_of_an_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) 
         await site.has_ended.wait()
         assert second.wait(10) == -signal.SIGKILL
         assert site.engine.stopped == []
-        site.engine.shutdown(timeout=60)  # upstream's call behind its server
+        site.engine.shutdown(timeout=60)  # upstream's call after its server has ended
         assert lifecycle.take_status() == 1
         message = f"EngineCore_DP0 (process {first.pid}) is gone: the server ends with status 1"
         assert lines == [message]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /generate: prompts in all their forms, and what each parameter does to the answer."""
+"""POST /generate: all forms of prompts, and the effect of each parameter."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ def tokenize(client: Client, **body: Any) -> list[int]:
 
 
 def mask_id(client: Client) -> int:
-    """The model's mask token, which the tokenizer knows by name."""
+    """Return the model's mask token, which the tokenizer has by name."""
     (actual,) = tokenize(client, prompt="<|mdm_mask|>", add_special_tokens=False)
     return actual
 
@@ -37,7 +37,7 @@ def test_answers_are_right(client: Client, question: str, answer: str) -> None:
 
 
 def test_messages_equal_the_chat_template(client: Client) -> None:
-    """Also a rendered conversation sent as ids: the string route adds nothing else to it."""
+    """A rendered conversation sent as ids also gives the same answer as the messages."""
     messages = [{"role": "user", "content": QUESTION}]
     rendered = tokenize(client, messages=messages)
     by_template = client.ask()
@@ -99,14 +99,15 @@ def test_shape_of_an_answer(client: Client) -> None:
     prompt = tokenize(client, messages=[{"role": "user", "content": QUESTION}])
     tokens = tokenize(client, prompt=ANSWER)
     assert answer["token_ids"] == [tokens]
-    num_tokens = len(tokens) + 1  # the stop token is counted, not returned
+    num_tokens = len(tokens) + 1  # the stop token is counted, but not returned
     assert answer["usage"] == {
         "prompt_tokens": len(prompt),
         "completion_tokens": num_tokens,
         "total_tokens": len(prompt) + num_tokens,
     }
     report = answer["diffusion"]
-    assert {key for key in report if not key.endswith("_bytes")} == {  # memory has its own tests
+    # Other tests cover the fields of memory.
+    assert {key for key in report if not key.endswith("_bytes")} == {
         *("steps", "num_forwards", "num_forwards_saved", "tokens_per_forward"),
         *("queue_ms", "denoise_ms", "seeds", "ignored", "num_end_tokens"),
         *("num_steps", "states_drafted", "states_accepted", "steps_per_forward"),
@@ -144,7 +145,7 @@ def test_stop_string(client: Client) -> None:
 
 
 def test_a_complete_answer_saves_forwards(client: Client) -> None:
-    """Blocks behind the one that holds the stop token are not denoised."""
+    """Blocks after the block with the stop token are not denoised."""
     parameters = {"gen_length": 64, "block_length": 16, "steps": 32}
     stopped, whole = client.ask(**parameters), client.ask(**parameters, ignore_eos=True)
     assert stopped["text"] == [ANSWER]
@@ -158,7 +159,7 @@ def test_a_complete_answer_saves_forwards(client: Client) -> None:
 
 
 def test_logprobs(client: Client) -> None:
-    """One entry a token; the probability is the confidence that the token was committed with."""
+    """There is one entry per token; its probability is the token's confidence at its commit."""
     answer = client.ask(gen_length=32, threshold=0.9, logprobs=2, n=2)
     assert len(answer["logprobs"]) == 2
     for token_ids, actual in zip(answer["token_ids"], answer["logprobs"], strict=True):
@@ -166,7 +167,7 @@ def test_logprobs(client: Client) -> None:
         assert "".join(entry["token"] for entry in actual) == ANSWER
         for entry in actual:
             first, second = entry["top_logprobs"]
-            assert first.items() <= entry.items()  # greedy: the token is the likeliest
+            assert first.items() <= entry.items()  # greedy: the token is the most likely one
             assert 0 >= entry["logprob"] >= second["logprob"]
     assert any(e["logprob"] > math.log(0.9) for e in answer["logprobs"][0])
     assert "logprobs" not in client.ask(gen_length=32)
@@ -195,10 +196,10 @@ def test_ignore_eos_returns_the_whole_canvas(client: Client) -> None:
 def test_a_drawn_seed_is_reported_and_repeats_the_answer(client: Client) -> None:
     drawn = client.ask(
         PUZZLE, n=8, **NOISY
-    )  # eight: half of all 64-bit numbers exceed a signed one
+    )  # eight, because half of all 64-bit numbers exceed a signed one
     seeds = drawn["diffusion"]["seeds"]
     assert len(set(seeds)) == 8
-    assert max(seeds) < 2**53  # JavaScript reads them exactly
+    assert max(seeds) < 2**53  # exact in JavaScript
     again = [client.ask(PUZZLE, seed=seed, **NOISY) for seed in seeds]
     assert [one["token_ids"][0] for one in again] == drawn["token_ids"]
 
@@ -220,7 +221,7 @@ def test_threshold_needs_fewer_forwards(client: Client) -> None:
 
 
 def test_parameters_reach_the_engine(client: Client) -> None:
-    """Each of these changes which tokens come out; the values are compared in the parity tests."""
+    """Each parameter changes the tokens. Parity tests compare the values."""
     base = {"seed": 4, **NOISY}
     plain = client.ask(PUZZLE, **base)["token_ids"]
     changes: dict[str, Any] = {"remasking": "random", "cfg_scale": 1.5, "steps": 4}
@@ -230,9 +231,9 @@ def test_parameters_reach_the_engine(client: Client) -> None:
 
 
 def test_infill(client: Client) -> None:
-    """Mask tokens of a prompt are filled too, when asked for, and reported by position.
+    """With `allow_infill`, mask tokens of a prompt are filled and reported by position.
 
-    A hole where the model proposes the mask token again stays one and is not reported.
+    A mask stays, and is not reported, if the model predicts the mask token there.
     """
     mask = mask_id(client)
     fillings = []

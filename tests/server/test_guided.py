@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that match a schema, over HTTP: on every route, in a stream, and by OpenAI's client."""
+"""Answers match a schema over HTTP: on every route, in a stream, and with OpenAI's client."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ from tests.server.process import MODEL_NAME, ServerProcess
 
 
 class City(BaseModel):
-    """What an answer is asked to be."""
+    """The expected shape of an answer."""
 
     name: str = Field(max_length=12)
     size: Literal["small", "large"]
@@ -67,7 +67,7 @@ def test_a_stream_answers_by_schema(client: Client) -> None:
 
 
 def test_openais_client_parses_a_model(openai: OpenAI) -> None:
-    """As its documentation has it: nothing of ours is asked for."""
+    """The call of OpenAI's documentation works without fields of ours."""
     answer = openai.chat.completions.parse(
         model=MODEL_NAME,
         messages=[{"role": "user", "content": QUESTION}],
@@ -87,7 +87,7 @@ def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Cli
 
 
 def test_an_answer_that_fills_its_canvas_is_complete(client: Client) -> None:
-    """Nothing but padding could follow, so it stops; OpenAI's client reads `length` as cut."""
+    """A full canvas that no text may follow ends with `stop`, because `length` means cut."""
     names = {"type": "array", "items": {"type": "string"}, "minItems": 2}
     schema = {"type": "object", "properties": {"names": names}, "required": ["names"]}
     least = _least_tokens(client, {"json": schema})
@@ -109,11 +109,12 @@ def test_an_answer_that_fills_its_canvas_is_complete(client: Client) -> None:
             choices = [message] if route == GENERATE else message["choices"]
             assert [choice["finish_reason"] for choice in choices] in (["stop"], [["stop"]])
     body = body_for(CHAT, gen_length=1, structured_outputs={"regex": "[a-z]+"})
-    assert client.answer(CHAT, body)["choices"][0]["finish_reason"] == "length"  # it could go on
+    # The format allows a longer answer.
+    assert client.answer(CHAT, body)["choices"][0]["finish_reason"] == "length"
 
 
 def _least_tokens(client: Client, structured: dict[str, Any]) -> int:
-    """Of the shortest answer, as the refusal of a canvas of one token tells."""
+    """Return the length of the shortest answer, which the refusal of a one-token canvas names."""
     body = body_for(CHAT, gen_length=1, structured_outputs=structured)
     error = refusal(client.http.post(CHAT, json=body))
     actual = re.search(r"has (\d+) tokens", error["message"])
@@ -183,7 +184,7 @@ def test_tools_are_called(client: Client) -> None:
 
 
 def test_tools_may_be_left_alone(client: Client) -> None:
-    """With `auto`, which is the default, an answer may be text."""
+    """With `auto`, the default, an answer may be text."""
     actual = set()
     for seed in range(4):
         body = body_for(CHAT, gen_length=64, tools=TOOLS, temperature=1.5, seed=seed)
@@ -211,7 +212,7 @@ def test_tool_calls_are_streamed(client: Client) -> None:
 
 
 def test_a_conversation_goes_on_behind_a_call(client: Client) -> None:
-    """The template of the tiny model knows of no tools."""
+    """The template of the tiny model does not support tools."""
     function = {"name": "add", "arguments": '{"number": 5}'}
     body = body_for(CHAT, gen_length=96, tools=TOOLS)
     body["messages"] += [
@@ -265,7 +266,7 @@ def test_stop_strings_do_not_act_within_calls(client: Client) -> None:
 
 
 def test_stop_strings_act_on_text_beside_tools(client: Client) -> None:
-    """Of a seed whose answer is text."""
+    """The test uses the first seed whose answer is text."""
     for seed in range(20):
         shared = {"gen_length": 64, "tools": TOOLS, "temperature": 1.5, "seed": seed}
         message = client.answer(CHAT, body_for(CHAT, **shared))["choices"][0]["message"]
@@ -307,7 +308,7 @@ def test_schemas_never_read_files(client: Client, tmp_path: Path) -> None:
 
 
 def _bodies_with(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bodies whose answers should match a schema, on all routes."""
+    """Yield bodies for all routes, with a schema for the answer."""
     for route in (CHAT, COMPLETIONS, GENERATE):
         yield route, body_for(route, structured_outputs={"json": schema})
     function = {"name": "f", "parameters": schema}
@@ -319,7 +320,7 @@ def _bodies_with(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_the_server_answers_while_large_formats_are_compiled(client: Client) -> None:
-    """Each is a new one, refused after some seconds, one after the other."""
+    """Each pattern is new, and is refused after some seconds, one after the other."""
     patterns = (f"(a?b?c?d?){{{count}}}" for count in itertools.count(900))
     for route in (CHAT, RESPONSES):
         parameters = (
@@ -367,7 +368,7 @@ def test_tools_are_limited_in_number_and_size(client: Client) -> None:
 def test_the_documents_examples_run(
     client: Client, server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The three of docs/guided.md, as they stand but for the server's address."""
+    """The three examples of docs/guided.md run unchanged, except for the server's address."""
     text = (ROOT / "docs" / "guided.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3

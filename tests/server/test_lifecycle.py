@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting and stopping: the ways to start a server, SIGTERM, and starts that must fail."""
+"""Starting and stopping servers: ways to start, SIGTERM, dead engines, and failing starts."""
 
 import json
 import os
@@ -44,10 +44,10 @@ from tests.server.process import (
 )
 
 SCREEN = 40  # lines
-POOL_BYTES = 230_000  # of the server that loses its engine; room for short answers
+POOL_BYTES = 230_000  # for the server that loses its engine; enough for short answers
 STEP_LINE = r"execute_diffusion_once time = [\d.]+ ms"
 LLADA_SCRIPT = ROOT / "scripts" / "run_llada_server.sh"
-# Libraries of a GPU can leave handlers behind under which a wait goes on after a signal.
+# GPU libraries can install signal handlers after which a blocking wait continues.
 SLEEPS_THROUGH_SIGNALS = """
 import signal, threading, time
 def go_on():
@@ -62,7 +62,7 @@ threading.Thread(target=go_on, daemon=True).start()
 def servers(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, ServerProcess]]:
-    """Servers that a test may stop, started in the two other ways, side by side to save time."""
+    """Start servers that a test may stop, in the other two ways and at once, to save time."""
     folder = tmp_path_factory.mktemp("lifecycle")
     upstream = shutil.which("vllm", path=environment()["PATH"])
     assert upstream, "the installed upstream package brings `vllm`"
@@ -77,10 +77,10 @@ def servers(
             PYTHONPATH=str(folder / "path"),
             LLADA_MODEL_DIR=str(model_dir),
             PORT=str(port),
-            MAX_MODEL_LEN="8192",  # longer than config.json says: the script allows it
+            MAX_MODEL_LEN="8192",  # longer than in config.json; the script allows it
             EXTRA_VLLM_ARGS="--served-model-name 'two words' --shutdown-timeout 120",
             VLLM_LOG_DIFFUSION_STEPS="1",
-            VLLM_PLUGINS="foreign",  # ours are taken all the same
+            VLLM_PLUGINS="foreign",  # our plugins are added
         ),
         "vllm serve": ServerProcess(
             [
@@ -95,7 +95,7 @@ def servers(
             [*SERVER, str(model_dir), "--served-model-name", MODEL_NAME, "--dtype", "float32"],
             folder / "killed.log",
             VLLM_ACTIVATION_POOL_SIZE_BYTES=str(POOL_BYTES),
-            VLLM_SERVER_DEV_MODE="1",  # has routes that pause
+            VLLM_SERVER_DEV_MODE="1",  # enables the routes that pause
             DLLM_MAX_SILENCE_S="2",
             DLLM_RECEIVE_TIMEOUT_S="2",
         ),
@@ -105,7 +105,7 @@ def servers(
 
 
 def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
-    """It says what the engine runs on, and once which arguments cannot act."""
+    """The log names the hardware, and each argument without effect once."""
     text, _, _ = server.log().partition("Application startup complete")
     assert len(text.splitlines()) <= SCREEN, text
     assert re.match(r".*\] Mosaic \d+\.\d+\.\d+ on vLLM 0\.32\.0, model ", text.splitlines()[0])
@@ -124,9 +124,9 @@ def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
 
 
 def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None:
-    """Plain and streamed requests finish, newcomers are turned away, the exit status is 0.
+    """Running requests finish, new ones are refused, and the exit status is 0.
 
-    The engine is stopped until all of that was seen, and sleeps through its own signal.
+    The engine is suspended until all of that has been checked, and it ignores its own signal.
     """
     server = servers["script"]
     body: dict[str, Any] = {"prompt": PUZZLE, "gen_length": 64, "steps": 64, "ignore_eos": True}
@@ -146,7 +146,7 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
         wait_for_requests(http, 2)
         server.terminate()
         wait_until_turned_away(server)
-        assert client.http.get("/health").status_code == 200  # alive, and busy
+        assert client.http.get("/health").status_code == 200  # alive and busy
         assert client.http.get("/ready").json() == {"status": "draining"}
         assert not plain.done()
         engine.resume()
@@ -162,7 +162,7 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
 
 
 def first_word(log: str) -> float:
-    """When a server said something first, which is when it has imported everything."""
+    """Return the time of the server's first log line, which follows all imports."""
     match = re.search(r"^\(APIServer pid=\d+\) \w+ (\d\d-\d\d [\d:]{8})", log, re.MULTILINE)
     assert match, log
     year = time.localtime().tm_year
@@ -177,12 +177,12 @@ def wait_for(is_met: Callable[[], bool]) -> None:
 
 
 def wait_for_requests(http: httpx.Client, wanted: int) -> None:
-    """Until the server waits for answers of an engine that is stopped."""
+    """Wait until the server waits for `wanted` answers of a suspended engine."""
     wait_for(lambda: len(http.get("/status.json").json()["requests"]) == wanted)
 
 
 def wait_until_turned_away(server: ServerProcess) -> None:
-    """Until a new request hears that the server is leaving; until then the engine is stopped."""
+    """Wait until a new request is refused because of the shutdown; the engine is suspended."""
     with server.client() as http:
         wait_for(lambda: http.get("/ready").json() == {"status": "draining"})
         response = http.post(GENERATE, json={"prompt": "hello", "gen_length": 1})
@@ -191,7 +191,7 @@ def wait_until_turned_away(server: ServerProcess) -> None:
 
 
 def test_an_engine_that_stands_still(servers: dict[str, ServerProcess]) -> None:
-    """Timeouts end requests all the same, and `/ready` says that the engine does not answer."""
+    """Timeouts end requests of a suspended engine, and `/ready` reports that it does not answer."""
     server = servers["to be killed"]
     with server.client() as http, ThreadPoolExecutor(1) as pool:
         client, engine = Client(http), server.engine()
@@ -240,14 +240,15 @@ def test_a_head_that_is_too_large(servers: dict[str, ServerProcess]) -> None:
 
 
 def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) -> None:
-    """Upstream's console script becomes ours through PYTHONPATH alone."""
+    """PYTHONPATH alone makes upstream's console script start our server."""
     server = servers["vllm serve"]
     with server.client() as http:
         for route in (GENERATE, "/invocations"):
             assert "API key" in refusal(http.post(route, json={}), 401)["message"]
         assert http.post(CHAT, json={}).status_code == 401
         http.headers["Authorization"] = "Bearer secret"
-        assert http.get("/").status_code == http.get("/status").status_code == 404  # --no-page
+        # The server has --no-page.
+        assert http.get("/").status_code == http.get("/status").status_code == 404
         client = Client(http)
         assert client.ask()["text"] == [ANSWER]
         chat = client.answer(CHAT, body_for(CHAT, gen_length=32, steps=8))
@@ -262,7 +263,7 @@ def test_vllm_serve_has_the_diffusion_routes(servers: dict[str, ServerProcess]) 
 
 
 def test_vllm_serve_ends_well(servers: dict[str, ServerProcess]) -> None:
-    """Streams that are cut off end with an error, and leave one line in the log."""
+    """Interrupted streams end with an error event, and leave one line in the log."""
     server = servers["vllm serve"]
     routes = (GENERATE, CHAT, COMPLETIONS, MESSAGES)
     with server.client() as http, ThreadPoolExecutor(len(routes)) as pool:
@@ -292,7 +293,7 @@ def test_vllm_serve_ends_well(servers: dict[str, ServerProcess]) -> None:
 
 @pytest.fixture
 def doomed(servers: dict[str, ServerProcess]) -> Iterator[httpx.Client]:
-    """Of the server whose pool is small and whose engine is killed in the end."""
+    """Yield a client of the server with a small pool, whose engine is killed in the end."""
     with servers["to be killed"].client() as http:
         yield http
 
@@ -319,7 +320,7 @@ def test_an_answer_says_what_its_largest_step_took(doomed: httpx.Client) -> None
 
 
 def test_a_paused_engine_is_not_ready(doomed: httpx.Client) -> None:
-    """The engine is asked with some patience, then what it said before is told."""
+    """`/ready` waits a little for the engine, and otherwise returns its previous state."""
 
     def is_told(state: str) -> bool:
         response = doomed.get("/ready")
@@ -339,9 +340,9 @@ def test_a_paused_engine_is_not_ready(doomed: httpx.Client) -> None:
 def test_a_dead_engine_ends_everything(
     servers: dict[str, ServerProcess], doomed: httpx.Client
 ) -> None:
-    """Its process is killed: nobody is told that all is well any more, and no request hangs.
+    """After the engine was killed, no route reports health and no request hangs.
 
-    It is stopped before, so that its requests are not complete.
+    The engine is suspended before, so that its requests are incomplete.
     """
     server, body = servers["to be killed"], {"prompt": PUZZLE, "gen_length": 16}
     engine = server.engine()
@@ -359,7 +360,7 @@ def test_a_dead_engine_ends_everything(
 
 
 def last_event(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
-    """A response that holds the last event of a stream before its end mark."""
+    """Return a response with the last event of a stream before its end mark."""
     with http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
         actual = [line for line in response.iter_lines() if line and "[DONE]" not in line]
     text = actual[-1].removeprefix("data: ") if actual else "{}"
@@ -370,7 +371,7 @@ def last_event(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
 def failed_starts(
     server: ServerProcess, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """Logs of servers that cannot start, side by side; each ended by itself, with a failure."""
+    """Return the logs of servers that cannot start at once; each must end with a failure status."""
     folder = tmp_path_factory.mktemp("failed")
     commands = {
         "port in use": ["--model", str(model_dir), "--port", str(server.port)],
@@ -418,24 +419,25 @@ def test_a_start_that_fails_ends_with_one_line(
     log = failed_starts[name]
     assert re.match(f"error: {message}", log.splitlines()[-1]), log
     assert "Traceback" not in log
-    assert "EngineCore" not in log or name not in ("no key", "no certificate")  # before a model
+    # Without a key or a certificate, the server ends before it loads a model.
+    assert "EngineCore" not in log or name not in ("no key", "no certificate")
     if name == "port in use":
         assert f"port {client.http.base_url.port} " in log
-        assert client.ask()["text"] == [ANSWER]  # the older server is not disturbed
+        assert client.ask()["text"] == [ANSWER]  # the older server still works
 
 
 def test_an_engine_that_ends_while_it_starts_takes_the_server_along(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """As where a signal reaches the whole process group, and upstream waits for a ready engine."""
-    # A process group of its own, and the engine as a user's server starts it.
+    """A signal may reach the whole process group while upstream waits for the engine."""
+    # The server has its own process group, and starts its engine as a user's server does.
     command = ["env", "-u", "VLLM_WORKER_MULTIPROC_METHOD", *SERVER, "--model", str(model_dir)]
     server = ServerProcess(command, tmp_path / "server.log")
     try:
         server.wait_for_line(".*Using max model len.*")
         time.sleep(0.3)
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait()  # whatever its status; fails where it does not end
+        server.wait()  # fails if the server does not end; its status does not matter
     finally:
         server.kill()
 

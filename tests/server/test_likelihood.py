@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/loglikelihood against the published estimator over the reference model."""
+"""POST /v1/loglikelihood gives the numbers of the published estimator on the reference model."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ def test_a_single_token_is_exact(client: Client, cfg: float) -> None:
 
 @pytest.mark.parametrize("cfg", [0.0, 0.7])
 def test_the_published_script_gives_the_same_number(client: Client, cfg: float) -> None:
-    """The same maskings of the same seed; the target stays visible in the second sequence."""
+    """A seed gives the same maskings, and guidance keeps the target in the second sequence."""
     settings = {"mc_num": 16, "batch_size": 8, "seed": 5}
     actual = ask(client, cfg=cfg, **settings)
     expected = likelihood.estimate(model(), *pair(), mask_id(), cfg=cfg, **settings)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness against the server: its own run where it is installed, else its requests.
+"""lm-evaluation-harness with the server: a real run if it is installed, or else its requests.
 
-The tasks are local files, so that nothing is fetched: an answer to write, a choice, the likelihood
-of a continuation, and that of a whole text.
+The tasks are local files, so that nothing is downloaded: a written answer, a choice, the likelihood
+of a continuation, and the likelihood of a whole text.
 """
 
 import json
@@ -49,7 +49,7 @@ TASKS = {
 
 
 def chain_of(context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """What the harness makes of the chain: its sum, and whether every token is the likeliest."""
+    """Return the chain's sum, and whether every token is the likeliest, as the harness does."""
     rows = likelihood.chain(model(), [*context, *continuation], mask_id())[len(context) - 1 :]
     values = [row[token].item() for row, token in zip(rows, continuation, strict=True)]
     best = [row.max().item() for row in rows]
@@ -62,7 +62,7 @@ def ids(text: str) -> list[int]:
 
 @pytest.mark.parametrize("is_tokenized", [True, False])
 def test_its_requests_for_likelihoods(client: Client, is_tokenized: bool) -> None:
-    """A batch of prompts with one token behind them, and how it reads the answer."""
+    """The harness sends a batch of prompts, generates one more token and sums the logprobs."""
     pairs = [(ids(d["question"]), ids(" " + d["answer"])) for d in DOCUMENTS]
     prompts: list[Any] = [[*context, *target] for context, target in pairs]
     if not is_tokenized:

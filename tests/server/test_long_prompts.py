@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts far beyond the checkpoint's own length, as ids and as text; and an engine's end."""
+"""Prompts far longer than the checkpoint allows, as ids and as text, and the end of an engine."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from tests.server.client import CHAT, GENERATE, LONG, Client, refusal
 from tests.server.process import SERVER, ServerProcess, healthy, is_error, named, still_alive
 
 MAX_MODEL_LEN = 2**21
-NUM_TOKENS = 102_400  # of the prompt of a request of 204,800
+NUM_TOKENS = 102_400  # prompt tokens of a request of 204,800
 
 
 @pytest.fixture(scope="module")
 def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A checkpoint of 256 positions, served with 2,097,152 in the way of the server scripts."""
+    """Serve a checkpoint of 256 positions with 2,097,152, as the server scripts allow."""
     folder: Path = tmp_path_factory.mktemp("long")
     model = make_checkpoint(folder / "model", seed=3, n_layers=2)
     command = [*SERVER, "--model", str(model), "--dtype", "float32"]
@@ -44,7 +44,7 @@ PREFLIGHT = {"Origin": "https://chat.example.org", "Access-Control-Request-Metho
 def test_pages_of_other_origins_ask_where_a_flag_says_so(
     long_client: Client, client: Client
 ) -> None:
-    """As docs/troubleshooting.md says; by default none does."""
+    """`--allowed-origins` acts as docs/troubleshooting.md describes; by default all are refused."""
     allowed = long_client.http.options(CHAT, headers=PREFLIGHT)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] in ("*", PREFLIGHT["Origin"])
@@ -56,7 +56,7 @@ def test_pages_of_other_origins_ask_where_a_flag_says_so(
 
 @pytest.mark.parametrize("kind", ["ids", "text"])
 def test_a_long_prompt_passes_the_door(long_client: Client, kind: str) -> None:
-    """All of it is read before its canvas is refused, for which no prompt would leave room."""
+    """The whole prompt is tokenized before the canvas, too long for any prompt, is refused."""
     prompt = random_prompt(NUM_TOKENS) if kind == "ids" else "long " * (NUM_TOKENS // 4)
     num_tokens = NUM_TOKENS
     if kind == "text":
@@ -72,7 +72,7 @@ def test_a_long_prompt_passes_the_door(long_client: Client, kind: str) -> None:
 
 
 def test_more_positions_than_the_checkpoint_has(long_client: Client) -> None:
-    """The same seed gives the same canvas with its text and without."""
+    """A seed gives the same canvas with and without its text."""
     body: dict[str, Any] = {"prompt": random_prompt(4000), "gen_length": 96, "block_length": 96}
     body |= {"steps": 2, "ignore_eos": True, "seed": 1}
     answer = long_client.generate(**body)
@@ -90,7 +90,7 @@ def test_stop_strings_need_the_text(long_client: Client) -> None:
 
 
 def test_an_engine_ends_with_its_server(long_server: ServerProcess) -> None:
-    """Which is killed while it computes a request that would take minutes: the last test."""
+    """A server is killed while its engine computes for minutes. This must be the last test."""
     started = long_server.descendants()
     assert named(started, "EngineCore")
     with long_server.client() as http, ThreadPoolExecutor(1) as pool:

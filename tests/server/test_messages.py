@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/messages, and conversations in batches: upstream's routes with what is ours."""
+"""POST /v1/messages, and conversations in batches, with our fields on upstream's routes."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def events(client: Client, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each checked to bear its type's name."""
+    """Return the events of a stream, after checking that each is named by its type."""
     with client.http.stream("POST", MESSAGES, json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
         lines = [line for line in response.iter_lines() if line]
@@ -65,7 +65,7 @@ def test_tools_are_called_without_a_flag_of_the_server(client: Client) -> None:
         written = [e["delta"].get("partial_json", "") for e in actual if "delta" in e]
         assert list(json.loads("".join(written))) == ["number"]
         assert actual[-2]["delta"]["stop_reason"] == "tool_use"
-    assert client.http.post(MESSAGES, json=request_body).status_code == 200  # auto
+    assert client.http.post(MESSAGES, json=request_body).status_code == 200  # tool_choice auto
 
 
 def test_what_messages_name_and_refuse(client: Client) -> None:
@@ -123,7 +123,7 @@ def test_thinking_is_as_the_model_can(
     budget: int | None,
     variables: dict[str, bool],
 ) -> None:
-    """With a bound, where the family has one, and on or off, where the template reads it."""
+    """A family may bound thinking, and a template may turn it off; other values are ignored."""
     budgets = {"thinking_token_budget": 1024} if kind == "enabled" else {}
     effort = {"reasoning_effort": "low"} if kind == "disabled" else {}
     made = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **budgets, **effort)

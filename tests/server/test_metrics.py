@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""/metrics: the table of `vllm.diffusion.metrics`, as documented and with the right numbers."""
+"""/metrics has the metrics of `vllm.diffusion.metrics`, as documented, with the right values."""
 
 import re
 
@@ -42,7 +42,7 @@ def test_what_is_served_is_what_is_documented(client: Client) -> None:
             assert sample.labels["model_name"] == MODEL_NAME
     served = {sample.name for family in families.values() for sample in family.samples}
     assert served >= UPSTREAMS
-    # What the document names, in full or as a family.
+    # The document names each metric in full, or a family of metrics.
     for name in METRIC_NAME.findall(DOCUMENT):
         assert name in served or name in families, name
 
@@ -88,7 +88,7 @@ def test_the_numbers_are_those_of_the_requests(client: Client) -> None:
     assert rise["planner_time_seconds_count"] == forwards
     budget = after["activation_pool_budget_bytes"]
     assert budget > after["activation_pool_peak_bytes"] > 0
-    assert after["activation_pool_in_use_bytes"] == 0  # nobody keeps keys and values any more
+    assert after["activation_pool_in_use_bytes"] == 0  # no request has a cache any more
     assert rise["requests_refused_total"] == 3
     assert rise["requests_aborted_total"] == 0
     text = client.http.get("/metrics").text

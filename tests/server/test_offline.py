@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline inference as a user's script runs it: `LLM` with the engine in a spawned process."""
+"""Offline inference in a user's script: `LLM` with the engine in a spawned process."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script printed."""
+    """Run the script and return what it printed."""
     folder = tmp_path_factory.mktemp("offline")
     script = folder / "offline.py"
     script.write_text(SCRIPT)
@@ -94,7 +94,7 @@ def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def test_answers_of_the_script(results: dict[str, Any], client: Any) -> None:
-    """Sampling parameters act as they stand; each prompt has its own, as the server answers it."""
+    """Sampling parameters act unchanged, one per prompt, and answers equal those of the server."""
     assert results["chat"][0][0] == ANSWER
     assert len(results["plain"]) == 2
     assert all(0 < len(token_ids) <= 100 for _, token_ids in results["plain"])
@@ -115,7 +115,7 @@ def test_a_refusal_names_the_field_and_the_engine_goes_on(results: dict[str, Any
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing(results: dict[str, Any]) -> None:
-    """Half a character in any text, or a value of no type that the engine's message has."""
+    """Half a character in any text, or a value of a type that messages lack, sends no request."""
     stops, several, words, extra, prompt, empty = results["cut"]
     assert stops == several
     for message, field in ((stops, "stop[0]"), (words, "bad_words[0]"), (prompt, "prompt")):

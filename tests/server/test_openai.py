@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's routes, used through the OpenAI client as its users do."""
+"""Upstream's routes used with the OpenAI client."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_diffusion_parameters_mean_the_same_on_every_route(client: Client) -> No
     noise: dict[str, Any] = {"temperature": 2.0, "seed": 3}
     messages = [{"role": "user", "content": PUZZLE}]
     text = client.ask(PUZZLE, **diffusion, **noise)["text"][0]
-    assert text != client.ask(PUZZLE)["text"][0]  # else the comparison shows nothing
+    assert text != client.ask(PUZZLE)["text"][0]  # otherwise the comparison proves nothing
     raw = client.generate(prompt=PUZZLE, **diffusion, **noise)["text"][0]
     for fields in ({"vllm_xargs": diffusion}, diffusion, {"vllm_xargs": {**diffusion, **noise}}):
         chat = client.answer(CHAT, {"messages": messages, **noise, **fields})
@@ -77,7 +77,7 @@ def test_upstream_fields_act(openai: OpenAI) -> None:
 
 
 def test_messages_alone(client: Client, openai: OpenAI) -> None:
-    """The canvas is as long as the checkpoint's generation_config says, never the context."""
+    """The canvas has the length in the checkpoint's generation_config, not that of the context."""
     answer: Any = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES)
     assert answer.choices[0].message.content == ANSWER
     assert answer.choices[0].finish_reason == "stop"
@@ -90,7 +90,7 @@ def test_messages_alone(client: Client, openai: OpenAI) -> None:
 
 
 def test_limits_of_completions(openai: OpenAI) -> None:
-    """Without a limit OpenAI's 16 tokens hold, but a canvas that is asked for comes back whole."""
+    """OpenAI's default of 16 tokens applies unless the request sets the length of its canvas."""
 
     def length(**fields: Any) -> int:
         answer = openai.completions.create(
@@ -108,7 +108,7 @@ def test_limits_of_completions(openai: OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_answers(client: Client, stream: bool) -> None:
-    """As many answers as seeds, each that of a request for it alone; the report covers all."""
+    """Each answer has its own seed and equals a request for it alone; the report covers all."""
     noise: dict[str, Any] = {"temperature": 2.0, "gen_length": 32, "ignore_eos": True}
     messages = [{"role": "user", "content": PUZZLE}]
     wanted = client.ask(PUZZLE, n=3, seed=2**64 - 2, **noise)
@@ -130,7 +130,7 @@ def test_n_answers(client: Client, stream: bool) -> None:
 
 
 def test_several_greedy_answers(client: Client) -> None:
-    """Alike, unless the positions are chosen at random."""
+    """Greedy answers are equal, unless positions are chosen at random."""
     for fields in ({}, {"temperature": 0, "top_p": 0.5}):
         answer = client.answer(CHAT, {"messages": MESSAGES, "n": 2, **fields})
         assert [c["message"]["content"] for c in answer["choices"]] == [ANSWER, ANSWER]
@@ -169,7 +169,8 @@ def test_streamed_logprobs_equal_those_of_the_plain_answer(
             for key in ("tokens", "token_logprobs", "top_logprobs")
         }
         assert joined["tokens"] == choice["logprobs"]["tokens"]
-        for key in ("token_logprobs", "top_logprobs"):  # batches of other sizes round differently
+        # Batches of another size round differently.
+        for key in ("token_logprobs", "top_logprobs"):
             for actual, wanted in zip(joined[key], choice["logprobs"][key], strict=True):
                 assert actual == pytest.approx(wanted, rel=1e-3)
         assert len(choice["logprobs"]["tokens"]) >= 3
@@ -192,7 +193,7 @@ def test_a_streamed_answer_reports_in_its_last_event(
 
 
 def test_two_turns(openai: OpenAI) -> None:
-    """A conversation with an earlier answer in it goes through the template."""
+    """A conversation with an earlier answer is rendered with the chat template."""
     turns = [
         *MESSAGES,
         {"role": "assistant", "content": ANSWER},
@@ -234,7 +235,7 @@ def test_routes_are_documented(client: Client, path: str) -> None:
         *("mask_id", "ignore_eos", "n", "stop", "stop_token_ids", "stream", "stream_canvas"),
     }
     assert wanted <= fields.keys()
-    upstreams = {"n", "stop", "stop_token_ids", "stream"}  # its bodies say nothing of them
+    upstreams = {"n", "stop", "stop_token_ids", "stream"}  # not described by upstream's bodies
     assert all(fields[name].get("description") for name in wanted - upstreams)
     assert fields["steps"]["type"] == "integer"
     assert fields["remasking"]["enum"] == ["low_confidence", "random"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the OpenAI routes before they reach upstream's handlers; no server is needed."""
+"""Bodies of the OpenAI routes before they reach upstream's handlers, without a server."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ def test_fields_of_the_top_level_become_extra_arguments() -> None:
 
 
 def test_upstreams_own_body_means_the_same() -> None:
-    """Other routes of upstream's hand it to our handlers; unknown fields lie in its extras."""
+    """Other upstream routes pass upstream's body, which has unknown fields as extras."""
     parameters: dict[str, Any] = {"steps": 8, "gen_length": 32, "vllm_xargs": {"cfg_scale": 1}}
     assert chat(ChatCompletionRequest, **parameters).vllm_xargs == chat(**parameters).vllm_xargs
     with pytest.raises(InvalidParameterError, match="did you mean steps"):
@@ -70,14 +70,14 @@ def test_no_client_says_what_is_ignored() -> None:
 
 @pytest.mark.parametrize("kind", [ChatCompletionBody, ChatCompletionRequest])
 def test_what_is_left_out_is_named(kind: Any) -> None:
-    """Fields that do not act, and those that nobody knows; not those that ask for nothing."""
+    """Unknown fields and fields without effect are listed, unless their values request nothing."""
     parameters = {"best_of": 2, "cache_prompt": True, "guided_json": {}, "reasoning_effort": "low"}
     nothing: dict[str, Any] = {"modalities": ["text"], "store": True}
-    nothing |= {"min_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": 1.0}}  # which act
+    nothing |= {"min_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": 1.0}}  # have an effect
     named = chat(kind, **parameters, **nothing).vllm_xargs["dllm_ignored"]
     assert sorted(named) == sorted(parameters)
     request = kind(messages=MESSAGES, **parameters)
-    prepare(request, model_config(), "{% if enable_thinking %}")  # a template that reads it
+    prepare(request, model_config(), "{% if enable_thinking %}")  # the template reads the field
     assert "reasoning_effort" not in request.vllm_xargs["dllm_ignored"]
 
 
@@ -108,7 +108,7 @@ def test_a_default_limit_is_told_from_one_that_was_given() -> None:
         ({"max_tokens": 7}, 7, 7),
     ):
         request = CompletionBody(prompt="hello", **fields)
-        assert request.max_tokens == limit  # upstream counts on a number
+        assert request.max_tokens == limit  # upstream requires a number
         prepare(request, model_config())
         assert request.vllm_xargs.get("max_tokens") == given
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at `/`: its files, what it offers, and how it works in a browser."""
+"""The page at `/`: its files, its settings, and its behaviour in a browser."""
 
 import base64
 import hashlib
@@ -27,9 +27,9 @@ from vllm.diffusion.request.families import DREAM, LLADA2, LLADA22, NEMOTRON, SD
 from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
-# Where anything could be loaded from; the name of SVG's namespace is no address.
+# Any address from which a file could be loaded. The name of SVG's namespace is no address.
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+")
-VENDOR = STATIC / "vendor"  # files of others
+VENDOR = STATIC / "vendor"  # third-party files
 OWN_FILES = [p for p in (*STATIC.iterdir(), *DOCUMENTATION.iterdir()) if p.is_file()]
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 PHONE, DESK = (390, 844), (1280, 800)
@@ -67,7 +67,7 @@ def test_versions(client: Client) -> None:
     assert client.http.get("/version").json() == {"version": "0.32.0", "mosaic": __version__}
 
 
-# ---- what is offered ---------------------------------------------------------------------------
+# ---- settings ----------------------------------------------------------------------------------
 
 
 CAUSAL = {"self_speculation", "autoregressive"}
@@ -110,11 +110,11 @@ def test_defaults_are_those_that_act() -> None:
         (actual,) = [f for f in fields if f["name"] == field]
         return actual.get("default")
 
-    assert default(SDAR, "low_confidence_dynamic", "threshold") == 0.85  # the family's
-    assert default(LLADA2, "joint_threshold", "threshold") == 0.95  # the algorithm's
-    assert default(DREAM, "multi_block", "threshold") == 0.9  # of families that shift logits
-    assert default(DREAM, "threshold", "cache", cache="dual") == "dual"  # the server's
-    assert default(DREAM, "dream", "cache", cache="dual") == "none"  # which dream has not
+    assert default(SDAR, "low_confidence_dynamic", "threshold") == 0.85  # the family's default
+    assert default(LLADA2, "joint_threshold", "threshold") == 0.95  # the algorithm's default
+    assert default(DREAM, "multi_block", "threshold") == 0.9  # default of shifted logits
+    assert default(DREAM, "threshold", "cache", cache="dual") == "dual"  # the server's default
+    assert default(DREAM, "dream", "cache", cache="dual") == "none"  # `dream` supports no cache
     assert default(DREAM, "dream", "steps", steps=8) == 8
 
 
@@ -129,7 +129,7 @@ def test_what_the_server_offers(client: Client) -> None:
 
 
 def test_who_runs_and_how_far(client: Client) -> None:
-    client.wait_for_num_requests(0)  # of tests before
+    client.wait_for_num_requests(0)  # requests of earlier tests have ended
     idle = client.http.get("/status.json").json()
     assert idle["requests"] == [] and idle["products"].startswith(("PyTorch's", "kernels"))
     assert idle["pool_bytes"]["budget"] > idle["pool_bytes"]["used_pages"] == 0
@@ -145,7 +145,7 @@ def test_who_runs_and_how_far(client: Client) -> None:
         assert (request["id"], request["state"]) == ("watched-0", "running")
         assert (request["canvas_tokens"], request["cache"]) == (1024, "dual")
         assert 1 <= request["committed"] < 1024
-        assert request["committed"] == request["forwards"]  # one token a step
+        assert request["committed"] == request["forwards"]  # one token per step
         assert 0 < request["kept_bytes"] <= content["pool_bytes"]["used_pages"]
         assert request["seconds"] > 0
         assert request["waits_for"] is None
@@ -176,11 +176,11 @@ def test_its_logic() -> None:
 
 @pytest.fixture
 def page(browser: Browser, server: ServerProcess) -> Iterator[Browser]:
-    """The page as it is on a first visit. Afterwards: no error, and nothing asked of elsewhere."""
+    """Open the page as for a first visit; then check for errors and for foreign addresses."""
     browser.show()
     browser.errors.clear()
     browser.requested.clear()
-    browser.open(f"{server.url}/status")  # leaves the page, which then keeps its conversation
+    browser.open(f"{server.url}/status")  # the page stores its conversation when it is left
     browser.run("sessionStorage.clear()")
     visit(browser, f"{server.url}/")
     yield browser
@@ -206,7 +206,7 @@ def text_of(page: Browser, name: str, pane: int = 0) -> str:
 
 
 def choose(page: Browser, name: str, value: str, pane: int = 0) -> None:
-    """Give one of the settings a value, as a user does."""
+    """Set one of the settings, as a user does."""
     page.run(
         f"{{ const c = document.querySelectorAll('.pane')[{pane}].querySelector('[name={name}]');"
         f"c.value = {json.dumps(value)};"
@@ -215,7 +215,7 @@ def choose(page: Browser, name: str, value: str, pane: int = 0) -> None:
 
 
 def begin(page: Browser, question: str) -> None:
-    """By the keyboard alone."""
+    """Send a question with the keyboard only."""
     page.run("document.getElementById('question').focus()")
     page.type(question)
     page.key("Enter")
@@ -287,7 +287,7 @@ def test_a_refusal_is_told_and_the_picture_is_a_file(page: Browser) -> None:
     begin(page, QUESTION)
     page.wait_for(f"!{part('error')}.hidden")
     assert "gen_length" in text_of(page, "error")
-    page.errors.clear()  # the browser logs a 400
+    page.errors.clear()  # the browser logs status 400
     choose(page, "gen_length", "32")
     ask(page, QUESTION)
     page.run(
@@ -436,7 +436,7 @@ def test_an_answer_that_must_match_is_shown_to_match(page: Browser) -> None:
 
 
 def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
-    """Nor are its end tokens counted as what the model said."""
+    """No cell after the end stays grey, and the rate does not count end tokens."""
     choose(page, "gen_length", "64")
     choose(page, "block_length", "16")
     ask(page, QUESTION)
@@ -453,13 +453,13 @@ def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
     )
     page.wait_for(f"{masked} === 0")
     rate, seconds = float(text_of(page, "rate")), float(text_of(page, "seconds").removesuffix(" s"))
-    assert 5 < rate * seconds < 9  # seven tokens, of sixteen committed
+    assert 5 < rate * seconds < 9  # seven tokens count, of sixteen committed ones
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("End")
     assert "not needed" in text_of(page, "readout")
     page.run(f"{part('slider')}.focus()")
     page.key("Home")
-    page.wait_for(f"{masked} > 1000")  # the empty canvas
+    page.wait_for(f"{masked} > 1000")  # pixels of the empty canvas
 
 
 def test_a_short_run_is_played_once_at_a_pace_that_can_be_read(page: Browser) -> None:
@@ -510,7 +510,7 @@ def test_a_phone_shows_the_conversation_first_and_send_at_once(page: Browser) ->
 def test_all_text_can_be_read(
     page: Browser, server: ServerProcess, size: tuple[int, int], dark: bool
 ) -> None:
-    """WCAG's ratio of 4.5: at the start, during a run, after it, beside an error, and of status."""
+    """Text has WCAG's contrast of 4.5 on the page in every state, and on /status."""
     page.show(*size, dark=dark)
     assert page.run(CONTRAST) == []
     page.run("document.querySelectorAll('details').forEach((box) => box.open = true)")
@@ -604,7 +604,7 @@ EVIL = (
 
 
 def test_an_answer_that_must_match_is_shown_as_it_is(page: Browser) -> None:
-    """The model is made to say it."""
+    """The format forces the model to return the markup."""
     choose(page, "gen_length", "128")
     choose(page, "answer", "choice")
     choose(page, "language", EVIL)
@@ -685,7 +685,7 @@ def test_a_server_that_is_gone_is_named(page: Browser, server: ServerProcess) ->
     assert page.run("document.getElementById('trouble').textContent") == line
     page.disconnect(False)
     page.wait_for("document.getElementById('state').textContent === 'ready'")
-    page.errors.clear()  # the browser logs what did not come
+    page.errors.clear()  # the browser logs failed loads
 
 
 def test_examples_ask_themselves(page: Browser) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad requests: each is a 400 in OpenAI's error shape that says what to change."""
+"""Bad requests get status 400 in OpenAI's error shape, with the expected value."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ JSON = {"Content-Type": "application/json"}
 MASK = "<|mdm_mask|>"
 CANVAS = {"gen_length": 32}
 
-# (fields, the field that is refused, what the message must say that was wanted)
+# (fields, the refused field, the expected value in the message)
 DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"gen_length": 0}, "gen_length", "at least 1"),
     ({"gen_length": -5}, "gen_length", "at least 1"),
@@ -102,10 +102,10 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm_xargs": {"steps": 8}}, "vllm_xargs", "unknown parameter"),
 ]
 
-# Parameters that OpenAI's bodies have too, with types and rules of upstream's.
+# Parameters that OpenAI's bodies also have, with upstream's types and rules.
 UPSTREAMS = {"temperature", "ignore_eos", "min_tokens"}
 
-# Fields of the OpenAI routes that cannot work.
+# Fields of the OpenAI routes that cannot be supported.
 UNSUPPORTED: list[dict[str, Any]] = [
     {"response_format": {"type": "xml"}},
     {
@@ -131,9 +131,9 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"n": 129},
 ]
 
-# Fields that clients send to every model, with values that would act on others.
+# Fields that clients send to every model, with values that affect other models.
 INERT: dict[str, Any] = {"reasoning_effort": "low"}
-# Fields of other servers, and older ones of upstream's.
+# Fields of other servers and of older versions of upstream.
 FOREIGN: dict[str, Any] = {
     "cache_prompt": True,
     "timings_per_token": True,
@@ -151,7 +151,7 @@ def label(value: Any) -> str | None:
 
 
 def check_message(error: dict[str, Any], fields: dict[str, Any], name: str, wanted: str) -> None:
-    """Field, given value and wanted value are in the message; the field is in `param` too."""
+    """Check that the message has field, given and expected value, and that `param` is the field."""
     assert error["param"] == name
     assert error["message"].startswith(f"{name}: given "), error
     assert wanted in error["message"]
@@ -213,7 +213,7 @@ def test_contradictions_of_an_openai_body(client: Client, route: str) -> None:
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_bookkeeping_is_accepted(client: Client, route: str) -> None:
-    """Fields that say nothing about the answer."""
+    """Fields that do not affect the answer are accepted."""
     report: dict[str, Any] = {"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1}
     report |= {"service_tier": "auto", "response_format": {"type": "text"}, "logit_bias": {}}
     assert client.http.post(route, json=body_for(route, **report)).status_code == 200
@@ -262,7 +262,7 @@ def test_generate_refuses_fields_that_nobody_knows(client: Client) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_logprobs(client: Client, route: str) -> None:
-    """As many alternatives as the server gives, and none for the prompt of a conversation."""
+    """More alternatives than the server allows are refused, as are logprobs of a chat's prompt."""
     flag, name = ({"logprobs": True}, "top_logprobs") if route == CHAT else ({}, "logprobs")
     for number in (-1, 21):
         body = body_for(route, **flag, **{name: number})
@@ -306,7 +306,7 @@ def test_empty_conversation(client: Client) -> None:
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e400"])
 @pytest.mark.parametrize("name", ["temperature", "cfg_scale", "threshold", "steps"])
 def test_literals_that_are_no_numbers(client: Client, name: str, literal: str) -> None:
-    """Python's JSON parser reads these; no denoise step could use them."""
+    """Python's JSON parser accepts these, but no denoising step can use them."""
     content = f'{{"prompt": "hello", "{name}": {literal}}}'
     error = refusal(client.http.post(GENERATE, content=content, headers=JSON))
     assert error["param"] == name
@@ -324,7 +324,7 @@ def test_bodies_that_are_no_json_object(client: Client, route: str, content: byt
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_number_too_long_to_read(client: Client, route: str) -> None:
-    """Python refuses to parse an integer of so many digits."""
+    """Python refuses to parse an integer with 5000 digits."""
     content = json.dumps(body_for(route))[:-1] + ', "seed": ' + "9" * 5000 + "}"
     assert client.http.post(route, content=content, headers=JSON).status_code == 400
 
@@ -364,7 +364,7 @@ def test_methods(client: Client, method: str) -> None:
 
 
 def test_paths(client: Client) -> None:
-    """A path without its /v1, as a client with a wrong base URL sends it, names the right one."""
+    """A path without /v1, which a client with a wrong base URL sends, gets the right one."""
     for method, path in (("GET", "/nope"), ("POST", "/v1/nope"), ("POST", "/chat/completions")):
         error = refusal(client.http.request(method, path), 404)
         assert error["message"].startswith(f"path: given '{path}'; wanted ")
@@ -456,7 +456,7 @@ def test_mask_token_as_id(client: Client, route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_prompt_and_canvas_too_long(client: Client, route: str) -> None:
-    """The three numbers: prompt, canvas and what the model takes."""
+    """The message has three numbers: prompt, canvas, and the maximum of the model."""
     num_prompt = 17 if route == CHAT else 7
     canvas = 4096 - num_prompt + 1
     fields = {"gen_length": canvas}
@@ -472,7 +472,7 @@ def test_prompt_alone_too_long(client: Client) -> None:
 
 
 def test_one_bad_prompt_of_several(client: Client) -> None:
-    """Nothing runs when any of the prompts is refused."""
+    """No prompt runs if one of several prompts is refused."""
     before = client.metric("vllm:prompt_tokens_total")
     refusal(client.http.post(GENERATE, json={"prompt": [QUESTION, MASK]}))
     assert client.num_requests() == 0
@@ -484,7 +484,7 @@ def test_one_bad_prompt_of_several(client: Client) -> None:
     "value", [None, {"a": 1}, 10**30], ids=["null", "object", "more than 64 bits"]
 )
 def test_xargs_that_upstream_refuses(client: Client, route: str, value: Any) -> None:
-    """Here the words are upstream's."""
+    """The message is upstream's."""
     body = body_for(route, vllm_xargs={"gen_length": value})
     assert refusal(client.http.post(route, json=body))["param"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large and wrong bodies: each is refused in one line, and the server answers others meanwhile."""
+"""Large and wrong bodies are refused in one line, while the server answers other requests."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (LIKELIHOOD, {"context": [5] * 4000, "continuation": [6] * 97}, "context + continuation"),
 ]
 
-# A few bytes that would be a hundred thousand requests to the engine.
+# A few bytes that would cause a hundred thousand requests to the engine.
 MANY_ANSWERS: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"prompt": ["x"] * MANY}, "prompt x n: given 100000"),
     (GENERATE, {"prompt": ["x"] * 300, "n": 128}, "prompt x n: given 38400"),
@@ -158,10 +158,10 @@ def test_long_names_are_shortened(client: Client) -> None:
 def test_texts_that_no_prompt_can_hold(
     client: Client, route: str, fields: dict[str, Any], field: str
 ) -> None:
-    """Refused before a template or a tokenizer reads them; many prompts may be long together."""
+    """A long text is refused before it is rendered or tokenized, but many prompts may be long."""
     message = refusal(client.http.post(route, json=fields, timeout=PATIENCE_S))["message"]
     assert re.match(rf"{field}: given '\d+ characters'; wanted at most 1048576 in a text", message)
     several = [[5] * 100_000, "x" * 100_000]
-    for prompt in several:  # other refusals
+    for prompt in several:  # refused for other reasons
         error = refusal(client.http.post(GENERATE, json={"prompt": [prompt] * 20}))
         assert "in a text" not in error["message"]

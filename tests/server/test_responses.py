@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/responses: upstream's route; odd bodies are refused, and none breaks off."""
+"""POST /v1/responses, upstream's route: odd bodies are refused, and no stream breaks off."""
 
 import json
 from typing import Any
@@ -38,7 +38,7 @@ def ask(client: Client, body: dict[str, Any]) -> Any:
 
 
 def streamed(client: Client, body: dict[str, Any]) -> list[str]:
-    """The lines of a stream's events, which are two each."""
+    """Return the lines of a stream, two for each event."""
     parameters = {"model": MODEL_NAME, **body, "stream": True}
     with client.http.stream("POST", RESPONSES, json=parameters) as response:
         return [line for line in response.iter_lines() if line]
@@ -46,7 +46,7 @@ def streamed(client: Client, body: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_odd_bodies_are_refused(client: Client, stream: bool) -> None:
-    """With an error in OpenAI's shape, before a stream begins."""
+    """The error has OpenAI's shape and comes before a stream begins."""
     for fields in [*({"input": value} for value in ODD_INPUTS), *ODD_FIELDS]:
         response = ask(client, {**fields, "stream": stream})
         message = f"{json.dumps(fields)[:80]}: {response.status_code} {response.text[:200]}"
@@ -102,7 +102,7 @@ def test_functions_are_called(client: Client) -> None:
 
 
 def test_tools_that_do_not_act(client: Client) -> None:
-    """Those that are no functions are named; with `tool_choice: none` none is in the prompt."""
+    """Tools that are no functions are listed as ignored; `tool_choice: none` removes all tools."""
     plain = ask(client, {"input": QUESTION, "max_output_tokens": 32}).json()
     search = {"type": "web_search_preview"}
     body = {"input": QUESTION, "max_output_tokens": 32, "tools": [search], "tool_choice": "auto"}

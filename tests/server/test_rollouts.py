@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers do over HTTP: pause, change weights, go on."""
+"""The requests of trainers over HTTP: pause, change weights, resume."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ SLOW = {"gen_length": 256, "steps": 256, "block_length": 32, "ignore_eos": True,
 
 
 NUM_UPDATES = 100
-MAX_DRIFT_BYTES = 24 << 20  # of a process whose allocator keeps some of what it had
+MAX_DRIFT_BYTES = 24 << 20  # bytes that the allocator of a process may retain
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(model_dir: Path, updates: Path) -> Iterator[ServerProcess]:
-    """A server with upstream's routes for trainers."""
+    """Start a server with upstream's routes for trainers."""
     command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
     settings = {"dllm": {"weight_update_root": str(updates)}}
     command += ["--dtype", "float32", "--weight-transfer-config", '{"backend": "disk"}']
@@ -67,7 +67,7 @@ def post(client: Client, route: str, body: Any = None, **query: str) -> Any:
 
 
 def update(client: Client, path: str, version: str | None = None) -> None:
-    """As trainers do that use upstream's client of these routes."""
+    """Update the weights with upstream's client for trainers."""
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     trainer = HTTPVLLMWeightSyncClient(str(client.http.base_url), timeout=PATIENCE_S)
@@ -77,7 +77,7 @@ def update(client: Client, path: str, version: str | None = None) -> None:
 
 
 def write_weights(model_dir: Path, folder: Path, factor: float = 1.0) -> None:
-    """The model's, with a head that is so much surer."""
+    """Write the model's weights, with the logit head multiplied by `factor`."""
     weights = {k: v for f in model_dir.glob("*.safetensors") for k, v in load_file(f).items()}
     head = weights["model.transformer.ff_out.weight"]
     weights["model.transformer.ff_out.weight"] = head * factor
@@ -91,7 +91,7 @@ def is_paused(client: Client) -> bool:
 
 
 def test_an_answer_is_as_long_as_its_stop_string_leaves_it(trained: Client) -> None:
-    """Also where the step that wrote it had written more behind it, whole and as a stream."""
+    """An answer ends at its stop string, even if the step wrote more text after it."""
     parameters = {
         "prompt": PUZZLE,
         "gen_length": 32,
@@ -125,7 +125,7 @@ MISSPELT = [
 
 
 def test_a_misspelt_field_does_nothing(trained: Client) -> None:
-    """Not what its absence does: end all requests, wait, give no label, wake nothing."""
+    """A request with an unknown field is refused, and does not act as if the field were missing."""
     paths = trained.http.get("/openapi.json").json()["paths"]
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(trained.generate, prompt=PUZZLE, **SLOW)
@@ -139,7 +139,7 @@ def test_a_misspelt_field_does_nothing(trained: Client) -> None:
 
 
 def test_a_pause_keeps_requests_and_they_go_on(trained: Client) -> None:
-    """The one that runs, and one that arrives meanwhile."""
+    """A running request, and one that arrives during the pause, complete after it."""
     slow = {"prompt": PUZZLE, **SLOW}
     wanted = trained.generate(**slow)
     with ThreadPoolExecutor(2) as threads:
@@ -170,7 +170,7 @@ def test_a_pause_ends_what_runs_while_somebody_waits(
         if mode == "abort":
             assert paused.result(PATIENCE_S).status_code == 200
         deadline = time.monotonic() + PATIENCE_S
-        while not is_paused(trained):  # newcomers wait from then on
+        while not is_paused(trained):  # from now on, new requests wait
             assert time.monotonic() < deadline
             time.sleep(POLL_S)
         waiting = threads.submit(trained.generate, prompt=PUZZLE, gen_length=32)
@@ -229,15 +229,16 @@ def test_an_update_is_told_checked_and_undone(
     post(trained, "/update_weight_version", {"new_version": "default"})
     (updates / "cut").mkdir()
     (updates / "cut" / "model.safetensors").write_bytes(b"\x08")
-    last = {"Connection": "close"}  # as the server does behind an error of this kind
+    last = {"Connection": "close"}  # the server closes the connection after this error as well
     refused = (("../other", "weight_update_root"), ("missing", "safetensors"), ("cut", "header"))
-    for path, message in refused:  # nothing has changed: steps go on
+    for path, message in refused:  # no weight has changed, so that steps go on
         post(trained, "/start_weight_update")
         body = {"update_info": {"path": path}}
         assert message in trained.http.post("/update_weights", json=body, headers=last).text
         assert trained.http.get("/ready").json() == {"status": "ready"}
         assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
-    post(trained, "/start_weight_update")  # while an update is open whose tensors have come in part
+    # After a part of the tensors was loaded, a failure pauses the engine.
+    post(trained, "/start_weight_update")
     post(trained, "/update_weights", {"update_info": {"path": "own"}})
     body = {"update_info": {"path": "missing"}}
     assert "missing" in trained.http.post("/update_weights", json=body, headers=last).text
@@ -279,7 +280,7 @@ def test_other_sites_cannot_pause(trained: Client, headers: dict[str, str]) -> N
 def test_replicas_fail_together_in_an_update(
     model_dir: Path, updates: Path, tmp_path: Path
 ) -> None:
-    """One that could load its part answers nothing either, before another update has ended."""
+    """A replica that loaded its part waits, like the failed one, until another update has ended."""
     command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
     settings = {"dllm": {"weight_update_root": str(updates)}}
     command += ["--weight-transfer-config", '{"backend": "disk"}']
@@ -327,7 +328,7 @@ def test_all_answers_of_a_request_are_aborted(trained: Client) -> None:
 
 
 def test_tokens_go_in_and_come_out_with_their_trajectory(trained: Client) -> None:
-    """On upstream's route for clients that tokenise by themselves."""
+    """This is upstream's route for clients that tokenize by themselves."""
     extra = {**SHORT, "return_trajectory": True}
     parameters = {"temperature": 0.0, "max_tokens": 16, "extra_args": extra}
     body = {"token_ids": [5, 6, 7], "sampling_params": parameters}
@@ -339,7 +340,7 @@ def test_tokens_go_in_and_come_out_with_their_trajectory(trained: Client) -> Non
 def test_the_example_trains(
     trained: Client, process: ServerProcess, model_dir: Path, updates: Path, tmp_path: Path
 ) -> None:
-    """Two iterations of docs/examples/rl_tiny.py; all of it checks log probabilities itself."""
+    """Two iterations of docs/examples/rl_tiny.py run; it checks log probabilities itself."""
     script, curve = ROOT / "docs" / "examples" / "rl_tiny.py", tmp_path / "curve.png"
     arguments = ["--server", process.url, "--updates", updates, "--curve", curve]
     arguments += ["--iterations", "2", "--questions", "4", "--answers", "4"]
@@ -352,7 +353,7 @@ def test_the_example_trains(
 def test_many_updates_under_load(
     trained: Client, process: ServerProcess, model_dir: Path, updates: Path
 ) -> None:
-    """No request is lost, an answer of several versions says so, and memory stays flat."""
+    """No request is lost, answers with several versions report them, and memory does not grow."""
     versions = {"even": 1.0, "odd": 0.5}
     for name, factor in versions.items():
         write_weights(model_dir, updates / name, factor)

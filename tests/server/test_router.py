@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers behind `vllm-router`: what it passes on, and what comes of one that dies."""
+"""Two servers behind `vllm-router`: the routes that it forwards, and a server that dies."""
 
 import time
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ ROUTER = (
     *("--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"),
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
     *("--cb-timeout-duration-secs", "1", "--retry-max-retries", "8"),
-    *("--retry-initial-backoff-ms", "100"),  # together longer than the time to the next check
+    *("--retry-initial-backoff-ms", "100"),  # in total longer than until the next health check
 )
 ALIAS = "/v1/generate"
 
 
 class Fleet:
-    """Servers on ports that stay theirs, and a router before them."""
+    """Servers on fixed ports, and a router in front of them."""
 
     def __init__(self, model_dir: Path, folder: Path) -> None:
         self._command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
@@ -97,7 +97,7 @@ def test_ids_and_refusals_pass(http: httpx.Client) -> None:
 
 
 def test_a_body_of_generate_that_lost_its_fields_is_refused(http: httpx.Client) -> None:
-    """The router writes it anew by another program's form; an answer would not be as asked."""
+    """The router rewrites the body in another program's form, which would lose parameters."""
     response = http.post("/generate", json={"prompt": PUZZLE, "steps": 4})
     assert refusal(response)["message"].endswith("wanted POST /v1/generate")
 
@@ -118,7 +118,7 @@ def test_an_abort_reaches_the_server(fleet: Fleet, http: httpx.Client) -> None:
 def test_a_dead_engine_is_not_felt_and_its_server_comes_back(
     fleet: Fleet, http: httpx.Client
 ) -> None:
-    """Open requests of the dead one are sent to the other; its server ends with status 1."""
+    """Open requests go to the other server; the dead engine's server exits with status 1."""
     first, second = fleet.servers
     body = body_for(CHAT, max_tokens=64, steps=64, block_length=64, ignore_eos=True)
 

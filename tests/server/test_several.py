@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of several ranks or replicas: what is told of them, and what comes of one that dies."""
+"""Servers with several ranks or replicas: their statistics, and the death of one process."""
 
 import re
 import time
@@ -19,13 +19,13 @@ from tests.server.process import (
 
 
 def of_engines(text: str, name: str) -> dict[str, float]:
-    """A metric of every engine, by its number."""
+    """Return a metric of every engine, by the engine's number."""
     pattern = rf'^{re.escape(name)}{{[^}}]*engine="(\d+)"[^}}]*}} (\S+)$'
     return {engine: float(value) for engine, value in re.findall(pattern, text, re.MULTILINE)}
 
 
 def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_path: Path) -> None:
-    """The other rank waits for it in the middle of a step."""
+    """The other rank waits for the killed one in the middle of a step."""
     command = [*SERVER, "--model", str(model_dir), "--tensor-parallel-size", "2"]
     server = ServerProcess(command, tmp_path / "server.log")
     with healthy(server):
@@ -40,7 +40,7 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
 
 
 def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Path) -> None:
-    """Statistics are of each replica; a server ends when one of them does, and says so."""
+    """Each replica has statistics. If one dies, the server ends and names it."""
     command = [*SERVER, "--model", str(model_dir), "--data-parallel-size", "2"]
     server = ServerProcess(command, tmp_path / "server.log", VLLM_SERVER_DEV_MODE="1")
     with healthy(server):
@@ -54,7 +54,7 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
             assert len({digest for name, digest in actual.items() if "lm_head" in name}) == 1
             assert {name.split(":")[0] for name in actual} == {"dp0", "dp1"}
             committed = {"0": 0.0}
-            while min(committed.values()) == 0:  # one may be done before the next one comes
+            while min(committed.values()) == 0:  # one request may end before the next one arrives
                 assert time.monotonic() < deadline, committed
                 answers = pool.map(lambda body: http.post(GENERATE, json=body).json(), bodies)
                 texts += [answer["text"][0] for answer in answers]
@@ -67,7 +67,7 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
             answers = pool.map(lambda body: http.post(GENERATE, json=body), [LONG] * 2)
             Client(http).wait_for_num_requests(2)
             named(started, "EngineCore")[0].kill()
-            for answer in answers:  # of the one that was killed, and of the other
+            for answer in answers:  # from the killed replica and from the other one
                 assert "an engine of the server is gone" in refusal(answer, 503)["message"]
         assert server.wait() == 1
         assert still_alive(started) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that every client sends, on every family: the documented commands, word for word."""
+"""Fields that every client sends, on every family, with the documented commands unchanged."""
 
 import json
 import re
@@ -23,16 +23,19 @@ COMMANDS = {
     )
     for family in ("llada", "dream", "llada-moe", "llada2", "sdar", "fast-dllm")
 }
-FULL = ("llada", "dream", "llada-moe")  # the other ones see blocks alone
+FULL = ("llada", "dream", "llada-moe")  # the other families are block-causal
 CANVAS = {"gen_length": 32, "steps": 8}
-RANDOM = {"llada-moe": "moe", "fast-dllm": "fast_dllm"}  # cases of checkpoints
+RANDOM = {"llada-moe": "moe", "fast-dllm": "fast_dllm"}  # names of their checkpoints
 
 
 @pytest.fixture(scope="module", params=list(COMMANDS))
 def served(
     request: pytest.FixtureRequest, server: ServerProcess, tmp_path_factory: Any
 ) -> Iterator[tuple[str, ServerProcess]]:
-    """A family and its server; tests/scripts says that the family's script runs the same."""
+    """Yield a family and its server.
+
+    Tests of scripts check that the family's script does the same.
+    """
     family = request.param
     if family == "llada":
         yield family, server
@@ -50,9 +53,9 @@ def test_the_command_of_the_readme(served: tuple[str, ServerProcess]) -> None:
     words = shlex.split(COMMANDS[family])
     address = words.index("--host") + 1
     assert re.fullmatch(r"http://127\.0\.0\.1:(8901|8701|10001|890[234])", words[address])
-    words[address] = server.url  # a free port; all else is as written
+    words[address] = server.url  # the free port is the only change
     report = json.loads(output_of(*words, cwd=ROOT, env=environment()))["diffusion"]
-    wanted = {"llada2": 32, "sdar": 32, "fast-dllm": None}  # its rule alone counts forwards
+    wanted = {"llada2": 32, "sdar": 32, "fast-dllm": None}  # fast-dllm has no fixed number of steps
     assert report["steps"] == wanted.get(family, 8)
     ignored = {"dream": ["block_length", "remasking"], "fast-dllm": ["steps"]}
     assert report["ignored"] == ignored.get(family, [])
@@ -62,7 +65,7 @@ def test_the_command_of_the_readme(served: tuple[str, ServerProcess]) -> None:
 def test_what_cannot_act_is_named_on_every_route(
     served: tuple[str, ServerProcess], route: str
 ) -> None:
-    """Also a block length that does not divide the canvas, and where blocks have no meaning."""
+    """A block length that does not divide the canvas is listed if the algorithm has no blocks."""
     family, server = served
     if family not in FULL:
         pytest.skip("its rules have blocks of any length")
@@ -110,7 +113,7 @@ def test_what_is_refused_all_the_same(served: tuple[str, ServerProcess]) -> None
 
 
 def test_cached_tokens_are_told_on_the_openai_routes(served: tuple[str, ServerProcess]) -> None:
-    """Of block-causal families what was found of a prompt is told without being asked for."""
+    """A block-causal family reports cached prompt tokens without a request for them."""
     family, server = served
     if family != "sdar":
         pytest.skip("one family for all")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /generate with `stream: true`: events of the growing prefix, the whole answer, [DONE]."""
+"""POST /generate with `stream: true`: growing prefixes, the whole answer, then [DONE]."""
 
 import http.client
 import json
@@ -44,7 +44,7 @@ def test_events_grow_to_the_plain_answer(client: Client, fields: dict[str, Any])
 
 
 def test_an_event_for_every_new_prefix(client: Client) -> None:
-    """Blocks are filled one after the other, so at least one prefix per block is reported."""
+    """Blocks are filled in order, so that each block adds at least one prefix."""
     body = {"prompt": QUESTION, "apply_chat_template": True, **CASES["greedy"]}
     *chunks, _ = client.events(GENERATE, body)
     lengths = [len(chunk["token_ids"]) for chunk in chunks]
@@ -54,20 +54,20 @@ def test_an_event_for_every_new_prefix(client: Client) -> None:
 
 
 def test_events_arrive_while_the_request_runs(client: Client) -> None:
-    """It would run for long if its reader stayed."""
+    """The request would run for long, and ends when its reader disconnects."""
     long = {"gen_length": 2048, "block_length": 4, "steps": 2048, "ignore_eos": True}
     body = {"prompt": "hello", **long}
     with client.http.stream("POST", GENERATE, json={**body, "stream": True}) as response:
         actual = events(response.iter_lines())
         first = json.loads(next(actual))
         assert 0 < len(first["token_ids"]) < 2048
-        client.wait_for_num_requests(1)  # the gauges follow a moment after the events
+        client.wait_for_num_requests(1)  # the gauges are updated shortly after the events
     client.wait_for_num_requests(0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
 def test_any_read_size(client: Client, server: ServerProcess, size: int) -> None:
-    """A client that reads the socket in pieces of its own size, as curl does."""
+    """A client may read the socket in pieces of any size, as curl does."""
     body = json.dumps(
         {"prompt": QUESTION, "apply_chat_template": True, "stream": True, **CASES["greedy"]}
     )

@@ -26,7 +26,7 @@ from tests.server.process import MODEL_NAME
 
 JSON = {"Content-Type": "application/json"}
 LONE = "\ud800"
-HANG_S = 60  # far beyond what a refusal takes on a busy machine
+HANG_S = 60  # seconds; a refusal takes far less on a busy machine
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind."},
@@ -88,7 +88,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def places(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Every text in a body: its path as refusals name it, and the keys that lead there."""
+    """Yield every text in a body: its path as refusals name it, and the keys that lead to it."""
     if isinstance(value, str):
         yield path, []
         return
@@ -101,7 +101,7 @@ def places(value: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
 
 
 def changed(body: dict[str, Any], keys: list[Any], value: Any) -> dict[str, Any]:
-    """A copy of a body with another value in one place."""
+    """Return a copy of a body with another value in one place."""
     copied = deepcopy(body)
     owner: Any = copied
     for key in keys[:-1]:
@@ -123,7 +123,7 @@ def post(client: Client, route: str, content: bytes) -> Any:
 
 @pytest.mark.parametrize("route", BODIES)
 def test_half_a_character_is_refused_by_its_path(client: Client, route: str) -> None:
-    """Before any work, in any text of the body, in keys too; as an escape and as bytes."""
+    """Every text and key of the body is checked before any work, escaped or as bytes."""
     own = [case for case in CASES if case[0] == route]
     assert len(own) > 2
     for _, path, keys, body in own:
@@ -148,7 +148,7 @@ def test_whole_characters_pass_however_they_are_written(client: Client) -> None:
 
 
 def test_half_a_character_within_json_within_a_text(client: Client) -> None:
-    """Arguments of a call are a text, whose JSON is read later."""
+    """The arguments of a call are a text whose JSON is parsed later."""
     calls = deepcopy(CONVERSATION)
     calls[2]["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": LONE})
     response = client.http.post(CHAT, json={**SHARED, "messages": calls})
@@ -162,7 +162,7 @@ def test_half_a_character_within_json_within_a_text(client: Client) -> None:
 
 
 def test_a_packed_format_is_checked_like_any_value(client: Client) -> None:
-    """On upstream's route for tokens, whose `extra_args` anyone may write."""
+    """The route is upstream's for tokens, on which any client can set `extra_args`."""
     for kind, value in (("json", "[" * 5000), ("json", "{"), ("tools", "5"), ("tools", "[{}, 1]")):
         extra = {"dllm_spec": [kind, value, "dllm_spec"]}
         sampling = {"max_tokens": 8, "extra_args": extra}
@@ -195,7 +195,7 @@ TEMPLATED = [CHAT, "/v1/chat/completions/batch", MESSAGES, "/v1/messages/count_t
 
 @pytest.mark.parametrize("route", [*TEMPLATED, RESPONSES, "/tokenize"])
 def test_a_template_gets_only_its_variables(client: Client, route: str) -> None:
-    """Upstream hands them to the tokenizer, too, which would pad a prompt to any length."""
+    """Upstream passes them to the tokenizer as well, which could pad a prompt to any length."""
     for name, value in (
         *(("tokenize", True), ("padding", "max_length"), ("max_length", 10**9)),
         *(("truncation", True), ("return_tensors", "pt"), ("tokenizer_kwargs", {})),
@@ -218,7 +218,7 @@ def test_variables_that_the_template_does_not_read_are_named(client: Client) -> 
 
 @pytest.mark.parametrize("route", BODIES)
 def test_odd_texts_harm_no_other_request(client: Client, route: str) -> None:
-    """Each text is long, repeated, nested, or cut, in turns, while a fixed question is answered."""
+    """Long, repeated, nested and cut texts are sent in turn while a fixed question is answered."""
     nested: Any = "a"
     for _ in range(200):
         nested = [nested]

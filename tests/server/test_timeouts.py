@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`timeout_s`: 504 where nothing was streamed, else the end of the stream; and priorities."""
+"""`timeout_s` gives status 504 before a stream begins and ends it afterwards; and priorities."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ TIMED_OUT = "dllm:requests_timed_out_total"
 def test_a_request_that_is_not_complete_in_time_is_a_504(
     client: Client, route: str, fields: dict[str, Any]
 ) -> None:
-    """A stream of which nothing was sent, too: the time is over before the first block is."""
+    """A stream whose first block is not done in time also gets status 504."""
     before = client.metric(TIMED_OUT)
     seconds = 0.001 if "stream" in fields else 0.05
     body = body_for(route, **SLOW, **fields, timeout_s=seconds)
@@ -47,7 +47,7 @@ def test_a_request_in_time_has_no_error(client: Client) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_priorities_are_taken(client: Client, route: str) -> None:
-    """As a field of the body, as upstream's header, and in `vllm_xargs`."""
+    """The priority may be a field of the body, upstream's header, or in `vllm_xargs`."""
     for fields in ({"priority": -3}, {"vllm_xargs": {"priority": 7}}):
         if route == GENERATE and "vllm_xargs" in fields:
             continue

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that an offline program started outlives it, even after SIGKILL.
+"""No process that an offline program started outlives it, even after SIGKILL.
 
-A server's engine does not either: tests/server/test_long_prompts.py.
+tests/server/test_long_prompts.py checks the engine of a server.
 """
 
 import signal
@@ -73,7 +73,7 @@ if __name__ == "__main__":
 
 
 def test_stuck_processes_end_and_those_of_a_user_are_left_alone(tmp_path: Path) -> None:
-    """All their signals are blocked, as in a call that never returns."""
+    """The processes block all signals, as in a call that never returns."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     names = ["EngineCore", "VllmWorker-1", "ApiServer_0", "Process-1"]

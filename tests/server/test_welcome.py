@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that the log of a start names, without a server."""
+"""The command that the log of a start suggests, without a server."""
 
 import json
 import shlex

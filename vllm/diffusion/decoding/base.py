@@ -40,7 +40,7 @@ class ForwardTarget(NamedTuple):
         fill_end: position before which the fill ends; None for the end of the sequence.
         is_causal: in families with causal context: whether positions attend only to earlier
             positions, so that the row before a position predicts its candidate.
-        is_draft: whether candidates are drafts, for which a checkpoint may have an adapter.
+        is_adapted: whether the rows use the adapter of the checkpoint, if it has one.
     """
 
     eligible: Array
@@ -48,7 +48,7 @@ class ForwardTarget(NamedTuple):
     fill: tuple[int, int] | None = None
     fill_end: int | None = None
     is_causal: bool = False
-    is_draft: bool = False
+    is_adapted: bool = False
 
 
 class Candidates(NamedTuple):

@@ -59,7 +59,7 @@ class SelfSpeculation(DecodingRule):
         masked = (block == self._mask).nonzero()[0]
         if masked.size:
             self._is_drafting = True
-            return ForwardTarget(start + masked, rows, is_draft=True)
+            return ForwardTarget(start + masked, rows, is_adapted=True)
         self._drafted = block.copy()
         return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
 

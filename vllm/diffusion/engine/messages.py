@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.core.canvas_view import CanvasView
     from vllm.diffusion.core.trajectory import Trajectory
     from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
     from vllm.diffusion.memory import Rates
@@ -51,28 +52,6 @@ class NewPages:
 
     page_ids: list[int]
     num_kept: int | None = None
-
-
-@dataclass(frozen=True)
-class CanvasView:
-    """The canvas of N positions after a forward; packed, as it crosses processes in every step.
-
-    Attributes:
-        step: number of the step, from 1.
-        token_ids: N int32, little-endian: the committed token, else the latest proposal, else the
-            mask token.
-        committed: N bytes, 1 where the token is committed.
-        confidence: N fp32, little-endian: the model's probability of the token in the forward that
-            proposed it; NaN if no forward has proposed it.
-        guessed: N bytes, 1 where an accepted draft committed the token; None for requests without
-            drafts.
-    """
-
-    step: int
-    token_ids: bytes
-    committed: bytes
-    confidence: bytes
-    guessed: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -156,8 +135,9 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     `next_slice` continues one of them in this step. `finished_req_ids` names requests whose canvas
     is no longer needed. `scheduled_at` is `time.monotonic()`. `new_pages` holds the pages that the
     scheduler assigns, by request; workers assign them before the step. With `should_drain` nothing
-    is launched, and only a step in flight is collected. `generation` is the weight generation that
-    the scheduler has acknowledged: a worker with newer weights runs no step before that.
+    is launched, and only a step in flight is collected. `epoch` counts how often cached results
+    were dropped, up to the last drop that the scheduler has acknowledged: a worker with a later
+    epoch runs no step before that.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -166,7 +146,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     next_slice: StepSlice | None = None
     long: list[str] = field(default_factory=list)
     should_drain: bool = False
-    generation: int = 0
+    epoch: int = 0
 
 
 @dataclass
@@ -176,7 +156,7 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     `usage` is the memory that the step used and that is available. `num_rows` counts the computed
     rows. `launched` lists the requests of each step in flight, `paused` is the long step that waits
     for its next slice, and `slice_timing` sums the slices that have ended since the last message.
-    `generation` is the current weight generation. If it is new, `invalidated` has the rows of every
+    `epoch` is the current epoch. If it is new, `invalidated` has the rows of every
     request's next forward, which begins without cached keys and values.
     """
 
@@ -186,5 +166,5 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     launched: list[list[str]] = field(default_factory=list)
     paused: PausedStep | None = None
     slice_timing: SliceTiming | None = None
-    generation: int = 0
+    epoch: int = 0
     invalidated: dict[str, int] = field(default_factory=dict)

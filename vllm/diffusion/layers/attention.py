@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.core.spans import KeySource, KeyTarget
-    from vllm.diffusion.layers.draft_adapter import DraftAdapter
     from vllm.diffusion.layers.norm import RMSNorm
+    from vllm.diffusion.layers.output_adapter import OutputAdapter
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.parallel.head_exchange import HeadExchange
 
@@ -55,7 +55,7 @@ class SelfAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     clip: float | None = None
-    drafting: DraftAdapter | None = None
+    adapter: OutputAdapter | None = None
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -149,7 +149,7 @@ class SelfAttention:
             updated: [R, D], written; None for x itself, which requires a single group.
             exchange: exchange with ranks that have other rows; `sources` then cover all ranks'
                 rows, for this rank's heads.
-            num_adapter_rows: number of rows at the end to which the draft adapter is applied, if
+            num_adapter_rows: number of rows at the end to which the adapter is applied, if
                 there is one; all rows if it is larger, none below 1.
         """
         if x.shape[0] == 0 and exchange is None:
@@ -162,8 +162,8 @@ class SelfAttention:
             else:
                 exchanged = exchange.to_heads(q, buffers)
                 heads = exchange.to_rows(_attend_all(exchanged, sources, buffers), q, buffers)
-            if self.drafting is not None and num_adapter_rows > 0:
-                self.drafting.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
+            if self.adapter is not None and num_adapter_rows > 0:
+                self.adapter.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
             self._add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:

@@ -8,7 +8,7 @@ keys and values) with `page_allocator` (assignment to requests), `graph_memory`;
 `residual_rows` (in host memory).
 """
 
-from vllm.diffusion.memory.activation_pool import ActivationPool, PoolExhaustedError
+from vllm.diffusion.memory.activation_pool import OUT_OF_MEMORY, ActivationPool, PoolExhaustedError
 from vllm.diffusion.memory.admission import Admission
 from vllm.diffusion.memory.cost import Rates
 from vllm.diffusion.memory.graph_memory import GraphMemory
@@ -24,6 +24,7 @@ from vllm.diffusion.memory.virtual_memory import activation_pool
 from vllm.diffusion.memory.weight_memory import ArenaWeights, WeightMemory
 
 __all__ = [
+    "OUT_OF_MEMORY",
     "ActivationPool",
     "Admission",
     "ArenaWeights",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from vllm.diffusion.core.errors import DiffusionError
+from vllm.diffusion.core.errors import ActivationBudgetError, DiffusionError, RankMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +39,15 @@ class PoolExhaustedError(DiffusionError):
         )
         self.required_bytes = required_bytes
         self.available_bytes = available_bytes
+
+
+# Errors of a step or request that lacks memory, on this rank or on another one.
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError,
+    PoolExhaustedError,
+    ActivationBudgetError,
+    RankMemoryError,
+)
 
 
 class PoolSlice:

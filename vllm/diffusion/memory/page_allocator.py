@@ -325,7 +325,7 @@ class PageAllocator:
         targets = [page for page in store.free if page < count]
         store.copy(sources, targets)
         store.free = list(range(count, store.num_pages))[::-1]
-        store.generation += 1
+        store.layout_version += 1
         moved = np.arange(store.num_pages)
         moved[sources] = targets
         for kept in self._sequences.values():

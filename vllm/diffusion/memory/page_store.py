@@ -51,8 +51,8 @@ class PageStore:
         reserved_bytes: bytes of the buffers.
         free: pages that no request has; the last one is assigned next.
         host_layers: number of layers whose keys and values are in host memory.
-        generation: number of times that the pages or their table have moved; addresses and slots of
-            an earlier generation are stale.
+        layout_version: number of times that the pages or their table have moved; addresses and
+            slots of an earlier version are stale.
         table: the row of the first key of every page in use, sequence after sequence; it is never
             written again, but replaced when requests get pages.
         most_entries: maximum entries of the table before it moves.
@@ -70,7 +70,7 @@ class PageStore:
         self._host: HostLayers | None = None
         self._row_shape, self._dtype, self._pool = (num_kv_heads, head_dim), dtype, pool
         self._row_bytes = num_kv_heads * head_dim * dtype.itemsize
-        self.num_pages, self.reserved_bytes, self.most_entries, self.generation = 0, 0, 0, 0
+        self.num_pages, self.reserved_bytes, self.most_entries, self.layout_version = 0, 0, 0, 0
         self.free: list[int] = []
         self._begin()
         self.device = self._parts[0].device
@@ -154,16 +154,16 @@ class PageStore:
         for number, part in enumerate(self._parts):
             if part.shape[1] != count:
                 self._parts[number] = self._resized(number, part, count)
-                self.generation += 1
+                self.layout_version += 1
         added = range(self.num_pages, count)
         self.free = [*reversed(added), *(page for page in self.free if page < count)]
         self.num_pages, self.most_entries = count, ENTRIES_PER_PAGE * count
 
     def take_entries(self, count: int) -> None:
-        """Grow the page table to `count` entries. Growing reallocates it and bumps `generation`."""
+        """Grow the page table to `count` entries. Growing moves it, so `layout_version` grows."""
         if count > self.most_entries:
             self.most_entries = 2 * count
-            self.generation += 1
+            self.layout_version += 1
 
     def copy(self, sources: Iterable[int], targets: Iterable[int]) -> None:
         """Copy pages to an equal number of other pages, in all layers."""

@@ -107,9 +107,9 @@ class DiffusionModel(Updatable):
         return self.layers[0].attention.qkv_proj.quantises
 
     @property
-    def adapts_drafts(self) -> bool:
-        """Whether an adapter is applied to rows whose candidates are drafts."""
-        return self.layers[0].self_attn.drafting is not None
+    def has_adapter(self) -> bool:
+        """Whether an adapter is applied to the rows of some forwards."""
+        return self.layers[0].self_attn.adapter is not None
 
     @property
     def routes_windows(self) -> bool:

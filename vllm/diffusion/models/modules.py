@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 if TYPE_CHECKING:
-    from vllm.diffusion.layers.draft_adapter import DraftAdapter
+    from vllm.diffusion.layers.output_adapter import OutputAdapter
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -58,7 +58,7 @@ class AttentionWeights(nn.Module):
                 prefix=f"{prefix}.o_proj",
             )
         )
-        self.drafting: DraftAdapter | None = None
+        self.adapter: OutputAdapter | None = None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if architecture.norms_each_head:
@@ -80,7 +80,7 @@ class AttentionWeights(nn.Module):
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             clip=self.config.architecture.max_qkv,
-            drafting=self.drafting,
+            adapter=self.adapter,
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:

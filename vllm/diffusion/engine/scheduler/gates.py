@@ -48,8 +48,8 @@ class AdmissionGate:
     def advanced(self, item: RequestState) -> None:
         """Handle the end of a step of a running request."""
 
-    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
-        """Handle a weight update: all running and waiting requests continue with `generation`."""
+    def results_dropped(self, items: Sequence[RequestState], epoch: int) -> None:
+        """Handle new weights: all running and waiting requests lose their cached results."""
 
     def left(self, item: RequestState) -> None:
         """Handle the end of a request, whether it has started or not."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from vllm.diffusion.engine.long_steps import PausedStep, StepSlice
-from vllm.diffusion.engine.scheduler.turns import take_turns
+from vllm.diffusion.engine.scheduler.turns import StepDivision, take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -161,6 +161,29 @@ class LongStepPolicy:
         ]
 
     # ---- whose turn it is ----
+
+    def divide(
+        self,
+        running: Mapping[str, RequestState],
+        launched: AbstractSet[str],
+        admission: Admission,
+        next_step: Callable[[Mapping[str, RequestState]], dict[str, int]],
+        *,
+        is_paused: bool,
+    ) -> StepDivision:
+        """Divide the next step among the running requests; may be skipped while `is_idle`.
+
+        Args:
+            running: running requests, in the order of their turns.
+            launched: requests of the steps in flight.
+            admission: decides what fits, and predicts times.
+            next_step: chooses which of the given requests take part in a step as a whole.
+            is_paused: whether only launched steps continue.
+        """
+        long = self.long(running, admission)
+        if is_paused:
+            return StepDivision(next_step(running), None, long)
+        return StepDivision(*self.share(long, running, launched, admission, next_step), long)
 
     def share(
         self,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BLOCKS_AHEAD = 2
 MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
-_WEIGHTS = "|W"  # separator before the weight generation in a salt
+_WEIGHTS = "|W"  # separator before the epoch in a salt
 
 logger = init_logger(__name__)
 
@@ -96,7 +96,7 @@ class Paging(AdmissionGate):
         self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)
         self._new_pages: dict[str, NewPages] = {}
         self._is_short = False  # whether a request waits for pages
-        self._generation = 0  # weight generation
+        self._epoch = 0  # number of times that cached results were dropped
 
     def arrived(self, item: RequestState) -> bool:
         """Add the block length to a request's hashes if its keys and values depend on it.
@@ -121,12 +121,12 @@ class Paging(AdmissionGate):
         """Hash the content of a request's pages: its tokens, its block length, and the weights."""
         request = item.request
         salt = str(request.cache_salt).partition(_WEIGHTS)[0]
-        request.cache_salt = salt + (f"{_WEIGHTS}{self._generation}" if self._generation else "")
+        request.cache_salt = salt + (f"{_WEIGHTS}{self._epoch}" if self._epoch else "")
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
-        self._generation = generation
+    def results_dropped(self, items: Sequence[RequestState], epoch: int) -> None:
+        self._epoch = epoch
         paged = [item for item in items if item.is_paged]
         if not self.reset(paged):
             logger.warning("cached keys and values of other weights stay until they are evicted")

@@ -112,7 +112,7 @@ class PromptGroups(AdmissionGate):
             group.members[item] = None
             group.num_places -= 1
 
-    def weights_changed(self, items: Sequence[RequestState], generation: int) -> None:
+    def results_dropped(self, items: Sequence[RequestState], epoch: int) -> None:
         """Dissolve all groups: each running request computes its prompt again by itself."""
         for group in self._groups.values():
             for item in [*group.members][1:]:

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.diffusion.engine.messages import StepResult, StepUsage
+    from vllm.diffusion.engine.scheduler.gates import AdmissionGate
     from vllm.diffusion.memory import Demand
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
@@ -31,22 +32,6 @@ if TYPE_CHECKING:
 # requests (`--max-num-seqs`), the end of running requests (`force_single_batch`), the prompt that
 # another request computes, the missing requests of its call, its turn after earlier requests.
 WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
-
-
-class GateLike(Protocol):
-    """The part of a gate that a request calls; `AdmissionGate` documents the methods."""
-
-    def prepare(self, item: RequestState) -> None: ...
-
-    def waits_for(self, item: RequestState) -> WaitsFor | None: ...
-
-    def reserve(self, item: RequestState) -> bool: ...
-
-    def started(self, item: RequestState) -> None: ...
-
-    def advanced(self, item: RequestState) -> None: ...
-
-    def left(self, item: RequestState) -> None: ...
 
 
 @dataclass(eq=False)
@@ -70,7 +55,7 @@ class RequestState:
     request: Request
     params: DiffusionParams
     demand: Demand
-    gates: tuple[GateLike, ...] = ()
+    gates: tuple[AdmissionGate, ...] = ()
     started: float = 0.0
     deadline: float = math.inf
     waits_for: WaitsFor = "order"

@@ -34,7 +34,7 @@ from vllm.diffusion.engine.scheduler.observer import Observer
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.engine.scheduler.request_state import RequestState
-from vllm.diffusion.engine.scheduler.turns import by_priority, move_to_end, take_turns
+from vllm.diffusion.engine.scheduler.turns import StepDivision, by_priority, move_to_end, take_turns
 from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
 from vllm.diffusion.memory import Admission
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -92,7 +91,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         self._next_deadline = math.inf
         self._heard_at = 0.0  # time.monotonic() of the latest results
         self._finished_req_ids: set[str] = set()
-        self._generation = 0  # weight generation that workers have reported
+        self._epoch = 0  # number of times that workers have dropped cached results
         # Labels of weights, by the number of weight changes before them.
         self.labels = {0: trainer_calls.DEFAULT}
         trainer_calls.patch_engine_core()
@@ -187,13 +186,13 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self.paging.provide(self._running.values(), launched)
         is_unpaused = self._pause_state == PauseState.UNPAUSED
         admitted = self._start_waiting() if is_unpaused and len(self._waiting) else []
-        rows, next_slice, long = self._divide(launched)
+        division = self._divide(launched)
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData.make_empty(),
-            num_scheduled_tokens=rows,
-            total_num_scheduled_tokens=sum(rows.values()),
+            num_scheduled_tokens=division.rows,
+            total_num_scheduled_tokens=sum(division.rows.values()),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
             finished_req_ids=finished,
@@ -201,10 +200,10 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             admitted=admitted,
             new_pages={} if self.paging is None else self.paging.take_new_pages(),
             scheduled_at=time.monotonic(),
-            next_slice=next_slice,
-            long=long,
+            next_slice=division.next_slice,
+            long=division.long,
             should_drain=self._pause_state == PauseState.PAUSED_ALL,
-            generation=self._generation,
+            epoch=self._epoch,
         )
 
     def _start_waiting(self) -> list[NewCanvas]:
@@ -231,22 +230,15 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                 self._observer.started(item.request)
         return admitted
 
-    def _divide(self, launched: set[str]) -> tuple[dict[str, int], StepSlice | None, list[str]]:
-        """Divide the next step: return rows by request, the slice if any, and the long requests.
-
-        Args:
-            launched: requests of the steps in flight.
-        """
+    def _divide(self, launched: set[str]) -> StepDivision:
+        """Divide the next step among the running requests; those of `launched` are in flight."""
         turns = by_priority(self._running, _priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
         next_step = self._launched_step if is_paused else self._next_step
         admission, policy = self._admission, self.long_steps
         if admission is None or policy is None or policy.is_idle:
-            return next_step(turns), None, []
-        long = policy.long(turns, admission)
-        if is_paused:
-            return next_step(turns), None, long
-        return (*policy.share(long, turns, launched, admission, next_step), long)
+            return StepDivision(next_step(turns), None, [])
+        return policy.divide(turns, launched, admission, next_step, is_paused=is_paused)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
         """Return the rows of the requests in `turns` that take part in the next step as a whole.
@@ -280,7 +272,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._observer.stepped(scheduler_output, done)
         self._learn(done)
         self._launched = done.launched
-        if done.generation != self._generation:
+        if done.epoch != self._epoch:
             self._invalidate(done)
         for req_id, result in done.results.items():
             item = self._running.get(req_id)
@@ -306,11 +298,11 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             policy.learn(done, passed_s, self._running.values(), self._admission)
 
     def _invalidate(self, done: DiffusionRunnerOutput) -> None:
-        """Invalidate all cached results after a weight update."""
-        self._generation = done.generation
+        """Invalidate all cached results, after a weight update or a release of their memory."""
+        self._epoch = done.epoch
         items = [*self._running.values(), *self._waiting.requests]
         for gate in self._gates:
-            gate.weights_changed(items, done.generation)
+            gate.results_dropped(items, done.epoch)
         for req_id, rows in done.invalidated.items():
             item = self._running.get(req_id)
             if item is not None and not item.is_paged:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from vllm.diffusion.engine.long_steps import StepSlice
+
 T = TypeVar("T")
 
 
@@ -41,6 +43,20 @@ class StepLimits(NamedTuple):
 
     rows: int
     requests: int = 128
+
+
+class StepDivision(NamedTuple):
+    """The next step, divided among the running requests.
+
+    Attributes:
+        rows: rows of each request that takes part in the step.
+        next_slice: the slice among them, if one is due.
+        long: the long requests, whether they take part or not.
+    """
+
+    rows: dict[str, int]
+    next_slice: StepSlice | None
+    long: list[str]
 
 
 def take_turns(

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from vllm.diffusion.core.errors import ActivationBudgetError, RankError, RankMemoryError
-from vllm.diffusion.memory import PoolExhaustedError
+from vllm.diffusion.core.errors import RankError, RankMemoryError
+from vllm.diffusion.memory import OUT_OF_MEMORY
 from vllm.diffusion.parallel.host_board import FAILED, NO_MEMORY, NUMBER, WELL
 
 if TYPE_CHECKING:
     from vllm.diffusion.parallel.host_board import HostBoard
 
-OUT_OF_MEMORY = (
-    torch.OutOfMemoryError,
-    PoolExhaustedError,
-    ActivationBudgetError,
-    RankMemoryError,
-)
 _CODE_BITS = 2
 _CODE = (1 << _CODE_BITS) - 1
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.engine.worker.drafts import BatchItem
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
@@ -41,7 +41,7 @@ class StepInputs(NamedTuple, Generic[A]):
             none.
         layouts: the keys that the rows of every attend chunk read, of this step and from the store;
             then the same for the chunks of the last layer if they differ.
-        num_adapter_rows: number of rows at the end whose candidates are drafts.
+        num_adapter_rows: number of rows at the end that use the adapter.
     """
 
     token_ids: A
@@ -60,7 +60,7 @@ class Packing:
     then windows of some positions, which read cached keys. Columns are [S] int64.
 
     Attributes:
-        items: the requests, and the drafts of their states, in the order of their rows.
+        items: the requests, and items of guests, in the order of their rows.
         windows: per request, the positions that are computed.
         pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
@@ -182,9 +182,9 @@ class StepBatch:
 
     @cached_property
     def num_adapter_rows(self) -> int:
-        """Number of rows at the end that draft with cached keys."""
-        drafting = zip(self.targets, self.packing.windows, strict=True)
-        return sum([w.num_rows for target, w in drafting if target.is_draft and w.reads_kept])
+        """Number of rows at the end that use the adapter; they read cached keys."""
+        adapted = zip(self.targets, self.packing.windows, strict=True)
+        return sum([w.num_rows for target, w in adapted if target.is_adapted and w.reads_kept])
 
     @property
     def num_sampled(self) -> int:
@@ -218,7 +218,7 @@ class StepBatch:
 
 
 def build_batch(
-    canvases: Iterable[BatchItem],
+    items: Iterable[BatchItem],
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
@@ -226,30 +226,30 @@ def build_batch(
     """Pack the rows that the requests compute in this step.
 
     Args:
-        canvases: the requests of the step, and their drafts.
+        items: the requests of the step, and items of guests.
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
-    forwards = sorted([(item, *item.next_forward()) for item in canvases], key=_kind)
-    items, targets, windows = zip(*forwards, strict=True)
+    forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
+    packed, targets, windows = zip(*forwards, strict=True)
     rows = [
         tokens[window.first : window.stop]
-        for item, window in zip(items, windows, strict=True)
+        for item, window in zip(packed, windows, strict=True)
         for tokens in item.sequences
     ]
-    is_alike = before is not None and before.pages is pages and before.items == items
+    is_alike = before is not None and before.pages is pages and before.items == packed
     if before is None or not is_alike or before.windows != windows:
-        before = _pack(items, windows, pages)
+        before = _pack(packed, windows, pages)
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of a request's rows: rows without a cache first, drafts with cached keys last."""
+    """Sort key of an item's rows: without a cache first, adapted rows with cached keys last."""
     item, target, window = forward
     reads_kept = window.reads_kept
-    return (item.window.cache is not None) + reads_kept + (target.is_draft and reads_kept)
+    return (item.window.cache is not None) + reads_kept + (target.is_adapted and reads_kept)
 
 
 def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:

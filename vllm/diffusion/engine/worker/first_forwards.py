@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
+from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.worker.sample_rows import SampleRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch import Tensor
 
+    from vllm.diffusion.decoding import BatchedCommit, Candidates
     from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.drafts import BatchItem
-    from vllm.diffusion.engine.worker.forward import ForwardPass
-    from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
-    from vllm.diffusion.memory import PageAllocator
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -37,20 +39,21 @@ class SharedRows(NamedTuple):
     hidden: ops.HostCopy
 
 
-class FirstForwards:
+class FirstForwards(StepGuest):
     """Hidden states of the sample rows of first forwards, kept while requests may need them.
 
     Args:
-        forward: computes steps.
-        pages: the pages of cached keys and values.
-        canvases: the running requests.
+        runner: the runner of the requests.
     """
 
-    def __init__(
-        self, forward: ForwardPass, pages: PageAllocator, canvases: Mapping[str, Canvas]
-    ) -> None:
-        self._forward, self._pages, self._canvases = forward, pages, canvases
+    def __init__(self, runner: DiffusionModelRunner) -> None:
+        super().__init__(runner)
+        self._canvases = runner.canvases
         self._known: dict[str, dict[int, SharedRows]] = {}  # by request, then by first position
+
+    def started(self, canvas: Canvas, new: NewCanvas) -> None:
+        if shares_first_forward(new.params):
+            self._runner.forward.note_first = self.note
 
     def note(self, batch: StepBatch, part: SamplePart[Array], hidden: Tensor) -> None:
         """Keep the `hidden` states [r, D] of a part that other requests will need."""
@@ -70,17 +73,21 @@ class FirstForwards:
             shared = SharedRows(alone, ops.HostCopy(hidden[rows].clone()))
             self._known.setdefault(canvas.req_id, {})[int(alone.positions[0])] = shared
 
-    def serves(self, new: NewCanvas) -> bool:
-        """Whether a request can take its first step from another one; if so, copy its cache."""
+    def first_candidates(self, new: NewCanvas) -> Candidates | BatchedCommit | None:
         canvas = self._canvases[new.req_id]
         if new.prompt_of is None or not is_shared(canvas):
-            return False
+            return None
         if canvas.window.cache is not None:
             first = self._canvases.get(new.prompt_of)
             if first is None or not is_copied(first):
-                return False
-            self._pages.copy(new.req_id, new.prompt_of)
-        return True
+                return None
+            self._runner.pages.copy(new.req_id, new.prompt_of)
+        rows = SampleRows(self._runner.batch_of([canvas]))
+        sampled = self.sampled(rows, new)
+        if sampled is None:
+            return None
+        (candidates,) = rows.candidates_of(ops.HostCopy(sampled))
+        return candidates
 
     def sampled(self, rows: SampleRows, new: NewCanvas) -> Tensor | None:
         """Sample a request's first forward from the hidden states of another request.
@@ -96,7 +103,7 @@ class FirstForwards:
         if shared_rows is None:
             return None
         self._known[new.req_id] = shared_rows
-        forward, samples = self._forward, []
+        forward, samples = self._runner.forward, []
         for part, hidden in shared_rows.values():
             (positions,) = ops.to_device((part.positions,), forward.caches.device)
             sample_rows = hidden.wait().to(forward.caches.device, non_blocking=True)
@@ -104,15 +111,14 @@ class FirstForwards:
                 samples.append(forward.sampled(rows, part, positions, sample_rows))
         return forward.broadcast_samples(rows.choose_jointly(Samples.joined(samples)))
 
-    def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
+    def held_back(self, req_ids: Iterable[str]) -> list[str]:
         """Return the requests whose keys and values can be copied with the next message."""
         return [req_id for req_id in req_ids if is_copied(self._canvases[req_id])]
 
-    def clear(self) -> None:
-        """Drop all hidden states after a change of the weights."""
+    def invalidate(self) -> None:
         self._known.clear()
 
-    def remove(self, req_id: str) -> None:
+    def removed(self, req_id: str) -> None:
         """Drop a finished request; other requests may still hold the hidden states it shared."""
         self._known.pop(req_id, None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a long step in slices, with other steps in between.
+"""Step guest that runs a long step in slices, with other steps in between.
 
 This module keeps the generator over the step's chunks. The step's memory in the pool is a frame
 that precedes the buffers of the steps that run meanwhile. The scheduler's message gives the work of
@@ -12,38 +12,36 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming
+from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_memory import Step
-from vllm.diffusion.memory import HostBuffers
+from vllm.diffusion.memory import OUT_OF_MEMORY, HostBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.diffusion.engine.long_steps import StepSlice
-    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import Chunked
-    from vllm.diffusion.engine.worker.step_memory import PoolAccount
-    from vllm.diffusion.memory import ActivationPool, PageStore, Plan
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+    from vllm.diffusion.memory import Plan
 
 
 @dataclass
 class _SlicedStep:
-    """A step between its slices; `cache_generation` is the generation of its page table."""
+    """A step between its slices; `layout_version` is that of the page store."""
 
     started: float  # time.perf_counter()
     rows: SampleRows
     plan: Plan
     planner_us: float
     work: Chunked[torch.Tensor]
-    cache_generation: int | None
+    layout_version: int | None
     peak_bytes: int = 0
     next_s: float = 0.0  # predicted seconds of the next chunk
 
@@ -89,79 +87,36 @@ class _Stopwatch:
         return float(started.elapsed_time(ended)) / 1000
 
 
-class LongStepRunner:
+class LongStepRunner(StepGuest):
     """Runs one long step at a time, slice by slice.
 
     Args:
-        chunks: computes a step chunk by chunk.
-        account: account of the bytes of the pool that are in use.
-        pool: the device's pool.
-        caches: cached keys and values, in the pool.
-        device: device of the pool.
+        runner: the runner of the requests.
     """
 
-    def __init__(
-        self,
-        chunks: Callable[[SampleRows, Plan, HostBuffers], Chunked[torch.Tensor]],
-        account: PoolAccount,
-        pool: ActivationPool,
-        caches: PageStore,
-        device: torch.device,
-    ) -> None:
-        self._chunks, self._account = chunks, account
-        self._pool, self._caches = pool, caches
+    def __init__(self, runner: DiffusionModelRunner) -> None:
+        super().__init__(runner)
+        self._pool, self._caches = runner.pool, runner.caches
         # The steps in between need their own rows in host memory.
-        self._host = HostBuffers(is_pinned=device.type == "cuda")
+        self._host = HostBuffers(is_pinned=runner.device.type == "cuda")
         self._paused: _SlicedStep | None = None
-        self._device = device
         self._in_flight: deque[tuple[float, _Stopwatch]] = deque()  # predicted seconds of slices
+        self._restarted: str | None = None  # request whose step has run out of memory once
 
-    @property
-    def paused(self) -> PausedStep | None:
-        """The step that waits for its next slice, if there is one."""
-        if self._paused is None:
-            return None
-        return PausedStep(self._paused.req_id, self._pool.frame_bytes)
-
-    def is_of(self, canvas: Canvas) -> bool:
-        """Whether the paused step belongs to this request and its keys and values have not moved.
-
-        If they have moved, the step cannot continue, because the device holds their old addresses.
-        """
-        paused = self._paused
-        if paused is None or paused.rows.batch.items[0] is not canvas:
-            return False
-        return paused.cache_generation == self._generation_of(canvas)
-
-    def _generation_of(self, canvas: BatchItem) -> int | None:
-        return None if canvas.window.cache is None else self._caches.generation
-
-    def begin(self, batch: StepBatch, plan: Plan, planner_us: float) -> None:
-        """Begin a step of one request, without computing any chunk; no other step may be paused."""
-        rows = SampleRows(batch)
-        self._account.make_room(batch.num_rows, plan)
-        self._pool.begin_frame()
-        self._paused = _SlicedStep(
-            started=time.perf_counter(),
-            rows=rows,
-            plan=plan,
-            planner_us=planner_us,
-            work=self._chunks(rows, plan, self._host),
-            cache_generation=self._generation_of(batch.items[0]),
-        )
-
-    def run(self, step_slice: StepSlice) -> Step | None:
-        """Launch the next slice of the current step; return the step after its last slice.
+    def run(self, part: StepSlice) -> Step | None:
+        """Launch the next slice of a request's step; return the step after its last slice.
 
         Waits until the previous slice has ended. So a GPU has work while the host handles other
         steps, and its queue holds no more than this slice.
         """
         paused = self._paused
-        if paused is None:
-            raise RuntimeError(f"slice of {step_slice.req_id}: its step has not begun")
+        canvas = self._runner.canvases[part.req_id]
+        if paused is None or not self._can_continue(paused, canvas):
+            self._drop()
+            paused = self.begin(canvas, part)
         self._pool.reset_peak()
-        watch = _Stopwatch(self._device)
-        done_s, sampled = self._advance(paused, step_slice.seconds)
+        watch = _Stopwatch(self._runner.device)
+        done_s, sampled = self._advance(paused, part.seconds)
         watch.stop()
         if self._in_flight:
             self._in_flight[-1][1].wait()
@@ -169,9 +124,38 @@ class LongStepRunner:
         paused.peak_bytes = max(paused.peak_bytes, self._pool.peak_bytes)
         if sampled is None:
             return None
-        self.drop()
-        memory = self._account.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
+        self._drop()
+        self._restarted = None
+        account = self._runner.account
+        memory = account.memory(paused.plan, paused.planner_us, peak_bytes=paused.peak_bytes)
         return Step(paused.started, paused.rows, ops.HostCopy(sampled), memory)
+
+    def _can_continue(self, paused: _SlicedStep, canvas: Canvas) -> bool:
+        """Whether the paused step belongs to this request and its keys and values have not moved.
+
+        If they have moved, the step cannot continue, because the device holds their old addresses.
+        """
+        is_of_request = paused.rows.batch.items[0] is canvas
+        return is_of_request and paused.layout_version == self._layout_of(canvas)
+
+    def _layout_of(self, canvas: BatchItem) -> int | None:
+        return None if canvas.window.cache is None else self._caches.layout_version
+
+    def begin(self, canvas: Canvas, part: StepSlice) -> _SlicedStep:
+        """Begin a step of one request, without computing any chunk; no other step may be paused."""
+        batch, plan, planner_us = self._runner.planned([canvas], part.seconds)
+        rows = SampleRows(batch)
+        self._runner.account.make_room(batch.num_rows, plan)
+        self._pool.begin_frame()
+        self._paused = _SlicedStep(
+            started=time.perf_counter(),
+            rows=rows,
+            plan=plan,
+            planner_us=planner_us,
+            work=self._runner.chunks(rows, plan, self._host),
+            layout_version=self._layout_of(canvas),
+        )
+        return self._paused
 
     def _advance(self, paused: _SlicedStep, seconds: float) -> tuple[float, torch.Tensor | None]:
         """Run chunks of at most `seconds` predicted seconds, but at least one chunk.
@@ -190,17 +174,48 @@ class LongStepRunner:
                 return done_s, sampled
         return done_s, None
 
-    def pop_timing(self) -> SliceTiming | None:
-        """Sum the times of slices that have ended since the last call; None if there are none."""
+    def restarts(self, part: StepSlice, failure: Exception) -> bool:
+        """Drop the step of a failed slice; return whether it starts again with the next slice.
+
+        If memory ran out, memory that earlier steps have left reserved is released, and the step
+        starts again. This happens once per request.
+        """
+        self._drop()
+        if not isinstance(failure, OUT_OF_MEMORY) or self._restarted == part.req_id:
+            return False
+        self._restarted = part.req_id
+        self._pool.trim()
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """Return the paused step, and the times of slices that have ended since the last call."""
+        fields = dict[str, Any]()
+        if self._paused is not None:
+            fields["paused"] = PausedStep(self._paused.req_id, self._pool.frame_bytes)
         over = []
         while self._in_flight and self._in_flight[0][1].has_ended:
             over.append(self._in_flight.popleft())
-        if not over:
-            return None
-        taken_s = sum(watch.taken_s for _, watch in over)
-        return SliceTiming(sum(seconds for seconds, _ in over), taken_s, len(over))
+        if over:
+            seconds, watches = zip(*over, strict=True)
+            taken_s = sum(watch.taken_s for watch in watches)
+            fields["slice_timing"] = SliceTiming(sum(seconds), taken_s, len(over))
+        return fields
 
-    def drop(self, req_id: str | None = None) -> bool:
+    def pages_changed(self, req_id: str, *, are_replaced: bool) -> None:
+        if are_replaced:
+            self._drop(req_id)
+
+    def removed(self, req_id: str) -> None:
+        self._drop(req_id)
+
+    def invalidate(self) -> None:
+        self._drop()
+
+    def release_memory(self, *, even_work: bool) -> bool:
+        """Drop the paused step, which starts again later."""
+        return even_work and self._drop()
+
+    def _drop(self, req_id: str | None = None) -> bool:
         """Drop the paused step and release its memory; return whether there was one.
 
         With `req_id`, only the step of this request is dropped; None means any.

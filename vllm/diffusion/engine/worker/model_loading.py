@@ -24,7 +24,7 @@ from vllm.diffusion.memory import (
     rates_of,
 )
 from vllm.diffusion.memory.plan import readable
-from vllm.diffusion.models.draft_weights import load_draft_adapter
+from vllm.diffusion.models.adapter_weights import load_adapter
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.groups import ConnectedGroup
@@ -61,7 +61,7 @@ def load_model(
             vllm_config=vllm_config, model_config=vllm_config.model_config
         )
         if load_config.load_format != "dummy":
-            load_draft_adapter(model, vllm_config.model_config.model)
+            load_adapter(model, vllm_config.model_config.model)
             _warn_of_broken(model)
     model.is_loaded = True  # dummy weights can also be replaced tensor by tensor
     device = model.rotary_frequencies.device

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run denoise steps: build, plan, compute, sample and commit one step of the given requests.
+"""Run denoise steps: pack, plan, compute, sample and commit one step of the given requests.
 
-`StepLoop` calls this module, decides which requests step next, and handles errors.
+`StepLoop` calls this module, decides which requests step next, and handles errors. Capabilities
+that only some requests need take part as guests (`step_guest.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import math
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,16 +24,10 @@ from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
-from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
-from vllm.diffusion.engine.worker.speculation import (
-    Speculation,
-    fits_one_graph_and_chunk,
-    step_times_of,
-)
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
+from vllm.diffusion.engine.worker.step_guests import guests_needed
 from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
@@ -41,19 +37,20 @@ from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit
-    from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
+    from vllm.diffusion.engine.step_guest import BatchItem, StepGuest
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
-    from vllm.diffusion.engine.worker.drafts import BatchItem
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
 
 logger = init_logger(__name__)
+
+G = TypeVar("G", bound="StepGuest")
 
 # The requests of a step, each with the error that ended it, or None.
 Outcomes: TypeAlias = "dict[str, Exception | None]"
@@ -74,6 +71,11 @@ class DiffusionModelRunner:
         ranks: ranks that compute the same steps; None for a single rank.
         weighs_guesses: whether to draft only states that are expected to save time; otherwise every
             request gets the number of drafts that it asks for.
+
+    Attributes:
+        guests: capabilities of some requests that take part in steps; see `join`.
+        epoch: number of times that cached results were dropped.
+        usage: memory usage of the latest collected step.
     """
 
     # Set by the worker. Worker extensions of trainers read it here.
@@ -115,21 +117,18 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
-        self.generation = 0  # incremented whenever cached results are invalidated
+        self.weighs_guesses = weighs_guesses
+        self.epoch = 0
         self.weight_generation = model.weight_generation  # weights of the next step
-        ranks = self._ranks = ranks or Ranks()
-        self._account = PoolAccount(pool, self.pages, graph_memory, ranks)
-        self._forward = ForwardPass(model, pool, self.caches, ranks)
-        # Created for the first request that shares a prompt.
-        self._shared_first_forwards: FirstForwards | None = None
-        self._weighs_guesses = weighs_guesses
-        self._speculation: Speculation | None = None  # created for the first request with drafts
-        self.long_steps: LongStepRunner | None = None  # created for the first long step
+        self.ranks = ranks or Ranks()
+        self.account = PoolAccount(pool, self.pages, graph_memory, self.ranks)
+        self.forward = ForwardPass(model, pool, self.caches, self.ranks)
         self._log = StepLog() if is_reporting else None
-        self.usage = self.idle_usage  # usage of the latest collected step
+        self.usage = self.idle_usage
         self._packing: Packing | None = None  # packing of the latest step
         # Collected steps that are not reported yet, each with the time.perf_counter() of its end.
         self._collected: list[tuple[Step, float]] = []
+        self.guests: tuple[StepGuest, ...] = ()
 
     # ---- one denoise step ----
 
@@ -137,44 +136,41 @@ class DiffusionModelRunner:
         """Launch one denoise step of the given requests without waiting for a GPU."""
         started = time.perf_counter()
         canvases = [self.canvases[req_id] for req_id in req_ids]
-        items: Sequence[BatchItem] = canvases
-        if self._speculation is not None:
-            items = self._speculation.with_drafts(canvases, self.planner.row_budget)
-        batch, plan, planner_us = self._planned(items)
-        if len(items) > len(canvases) and not fits_one_graph_and_chunk(batch, plan, self.graphs):
-            batch, plan, planner_us = self._planned(canvases)
+        extra = [guest.extra_items(canvases, self.planner.row_budget) for guest in self.guests]
+        batch, plan, planner_us = self.planned([*canvases, *chain.from_iterable(extra)])
+        if any(extra) and not all(guest.accepts(batch, plan) for guest in self.guests):
+            batch, plan, planner_us = self.planned(canvases)
         self.pool.reset_peak(samples_often=not plan.is_whole(batch.num_rows))
         rows = SampleRows(batch)
         body = None if self.graphs is None else self.graphs.run(batch, plan)
-        self._account.make_room(batch.num_rows, plan)
+        self.account.make_room(batch.num_rows, plan)
         with nullcontext() if body is not None else self.pool.temporaries():
-            sampled = run_to_end(self._chunks(rows, plan, self.host, body))
-        memory = self._account.memory(plan, planner_us)
+            sampled = run_to_end(self.chunks(rows, plan, self.host, body))
+        memory = self.account.memory(plan, planner_us)
         return Step(started, rows, ops.HostCopy(sampled), memory)
 
-    def _chunks(
+    def chunks(
         self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
         """Compute a step chunk by chunk with the forward pass that its plan requires."""
         if plan.layout.fp8_attention:
             from vllm.diffusion.engine.worker.fp8_step import run_fp8
 
-            return run_fp8(self._forward, rows, plan, host)
+            return run_fp8(self.forward, rows, plan, host)
         if plan.layout.is_streamed and body is None:
-            return run_streamed(self._forward, rows, plan, host)
-        return self._forward.run(rows, plan, body)
+            return run_streamed(self.forward, rows, plan, host)
+        return self.forward.run(rows, plan, body)
 
     def collect(self, step: Step) -> Outcomes:
         """Commit the candidates of a step; skip requests that were removed since its launch."""
         candidates = step.rows.candidates_of(step.samples)
-        outcomes = {}
+        outcomes: Outcomes = {}
         for item, row_candidates in zip(step.batch.items, candidates, strict=True):
             canvas = self.canvases.get(item.req_id)
-            # Drafts are committed below, by `accept`.
-            if canvas is item:
+            if canvas is item:  # guests commit their extra items
                 outcomes[canvas.req_id] = _commit(canvas, row_candidates)
-        if self._speculation is not None:
-            self._speculation.accept(step.rows, step.samples.host.numpy(), candidates, outcomes)
+        for guest in self.guests:
+            guest.collected(step, candidates, outcomes)
         self._collected.append((step, time.perf_counter()))
         return outcomes
 
@@ -183,55 +179,28 @@ class DiffusionModelRunner:
 
         Called after the next launch, so that the GPU never waits for it.
         """
-        if self._speculation is not None:
-            self._speculation.learn_from_probes()
+        for guest in self.guests:
+            guest.launched_next()
         collected, self._collected = self._collected, []
         for step, ended in collected:
             self.usage = step.memory.usage(self.idle_usage)
             if self._log is not None and step_logger.isEnabledFor(logging.INFO):
                 self._log.step(step.started, ended, step.batch, self.usage, step.memory.plan)
 
-    def launch_slice(self, part: StepSlice) -> Step | None:
-        """Launch the next slice of a request's step; return the step if it was the last one."""
-        if self.long_steps is None:
-            self.long_steps = LongStepRunner(
-                self._chunks, self._account, self.pool, self.caches, self.device
-            )
-        if not self.long_steps.is_of(self.canvases[part.req_id]):
-            self.long_steps.drop()
-            self.long_steps.begin(*self._planned([self.canvases[part.req_id]], part.seconds))
-        return self.long_steps.run(part)
-
-    def drop_paused_step(self) -> bool:
-        """Release the memory of a paused step, if there is one, and return whether there was.
-
-        The step starts again later.
-        """
-        return self.long_steps is not None and self.long_steps.drop()
-
-    def _planned(
+    def planned(
         self, items: Sequence[BatchItem], longest_chunk_s: float = math.inf
     ) -> tuple[StepBatch, Plan, float]:
         """Build and plan a step; also return the microseconds that planning took."""
-        generation = self.caches.generation
-        batch = self._batch(items)
+        version = self.caches.layout_version
+        batch = self.batch_of(items)
         plan, planner_us = self._plan(batch, longest_chunk_s)
         # Planning moved cached keys, so the page table in the batch is stale.
-        if self.caches.generation != generation:
-            batch = self._batch(items)
+        if self.caches.layout_version != version:
+            batch = self.batch_of(items)
         return batch, plan, planner_us
 
-    def skip_drafts_once(self) -> bool:
-        """Skip drafts in the next step and release draft pages.
-
-        `StepLoop` calls this when memory runs out, before it tries again.
-
-        Returns:
-            whether the next step could have had drafts.
-        """
-        return self._speculation is not None and self._speculation.skip_once()
-
-    def _batch(self, items: Sequence[BatchItem]) -> StepBatch:
+    def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
+        """Pack the next forwards of these items."""
         shift, pages = self.model.family.logit_shift, self.caches.table
         batch = build_batch(items, shift, pages, self._packing)
         self._packing = batch.packing
@@ -240,9 +209,9 @@ class DiffusionModelRunner:
     def _plan(self, batch: StepBatch, longest_chunk_s: float) -> tuple[Plan, float]:
         """Return the plan of a batch and the microseconds that planning took."""
         started, num_found = time.perf_counter(), self.planner.num_found
-        plan = self._account.plan(batch.shape, self.planner, longest_chunk_s)
+        plan = self.account.plan(batch.shape, self.planner, longest_chunk_s)
         if self.planner.num_found > num_found and self._log is not None:
-            free_bytes = self.planner.budget_bytes - self._account.kept_bytes
+            free_bytes = self.planner.budget_bytes - self.account.kept_bytes
             self._log.plan(batch.num_rows, plan, free_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
 
@@ -254,7 +223,6 @@ class DiffusionModelRunner:
         Raises one of `OUT_OF_MEMORY` if there is no memory for its cached keys and values.
         """
         canvas = Canvas(new, visibility=self.model.family.visibility)
-        canvas.use_weights(self.weight_generation)
         length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""
         # `holds` is false for "", that is, without an owner. If an owner has no pages, its request
         # has failed, and this request allocates its own.
@@ -267,48 +235,36 @@ class DiffusionModelRunner:
             canvas.window.cache = self.pages.allocate(new.req_id, length, layers)
         if layers and self._log is not None:
             self._log.host_layers(new.req_id, self.caches)
-        if self._shared_first_forwards is None and shares_first_forward(new.params):
-            self._shared_first_forwards = FirstForwards(self._forward, self.pages, self.canvases)
-            self._forward.note_first = self._shared_first_forwards.note
+        canvas.use_weights(self.weight_generation)
         self.canvases[new.req_id] = canvas
-        if new.params.num_speculative_states and not layers and self._ranks.sequence.size == 1:
-            if self._speculation is None:
-                times = step_times_of(self.graphs, self.planner, weighs=self._weighs_guesses)
-                # Growing the store would require new captures of the graphs, and another rank might
-                # lack the memory.
-                can_grow = self.graphs is None and self.agreement is None
-                self._speculation = Speculation(self.canvases, self.pages, times, can_grow=can_grow)
-            self._speculation.start(canvas)
+        for kind in guests_needed(new, self):
+            self.join(kind)
+        for guest in self.guests:
+            guest.started(canvas, new)
 
     @torch.inference_mode()
-    def run_shared_first_step(self, new: NewCanvas) -> Outcomes:
-        """Run the first step of a started request from another request's results.
+    def commit_known_step(self, new: NewCanvas) -> Outcomes:
+        """Commit the first step of a started request if a guest has its results already."""
+        for guest in self.guests:
+            candidates = guest.first_candidates(new)
+            if candidates is not None:
+                return {new.req_id: _commit(self.canvases[new.req_id], candidates)}
+        return {}
 
-        Returns an empty dictionary if these results are not available.
-        """
-        shared = self._shared_first_forwards
-        if shared is None or not shared.serves(new):
-            return {}
-        rows = SampleRows(self._batch([self.canvases[new.req_id]]))
-        sampled = shared.sampled(rows, new)
-        if sampled is None:
-            return {}
-        (candidates,) = rows.candidates_of(ops.HostCopy(sampled))
-        return {new.req_id: _commit(self.canvases[new.req_id], candidates)}
+    def join(self, kind: type[G]) -> G:
+        """Return the guest of this kind, which joins the runner if it has not done so."""
+        for guest in self.guests:
+            if isinstance(guest, kind):
+                return guest
+        joined = kind(self)
+        self.guests = (*self.guests, joined)
+        return joined
 
     def invalidate(self) -> None:
         """Drop everything that is cached between forwards, except keys and values in pages."""
-        self.drop_paused_step()
-        if self._speculation is not None:
-            self._speculation.reset()
-        if self._shared_first_forwards is not None:
-            self._shared_first_forwards.clear()
+        for guest in self.guests:
+            guest.invalidate()
         self._packing = None
-
-    def requests_to_copy(self, req_ids: Iterable[str]) -> list[str]:
-        """Return the requests whose keys and values can be copied with the next message."""
-        shared = self._shared_first_forwards
-        return [] if shared is None else shared.requests_to_copy(req_ids)
 
     def assign(self, new_pages: Mapping[str, NewPages]) -> None:
         """Give requests the pages that the scheduler has assigned to them."""
@@ -316,36 +272,35 @@ class DiffusionModelRunner:
             canvas = self.canvases.get(req_id)
             if canvas is None:
                 continue  # its start failed
-            if new.num_kept is not None and self.long_steps is not None:
-                self.long_steps.drop(req_id)
-            if self._speculation is not None:
-                self._speculation.release_draft_pages(req_id)
+            for guest in self.guests:
+                guest.pages_changed(req_id, are_replaced=new.num_kept is not None)
             cache = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
             canvas.assign(cache, new.num_kept)
         if new_pages:
             self.pages.update_table()
 
     def remove(self, req_id: str) -> None:
-        if self.long_steps is not None:
-            self.long_steps.drop(req_id)
+        for guest in self.guests:
+            guest.removed(req_id)
         self.canvases.pop(req_id, None)
         self.pages.release(req_id)
         self._packing = None
-        if self._speculation is not None:
-            self._speculation.remove(req_id)
-        if self._shared_first_forwards is not None:
-            self._shared_first_forwards.remove(req_id)
 
     # ---- memory ----
 
     @property
     def budget_bytes(self) -> int:
         """Bytes available to steps and to cached keys and values together."""
-        return self.planner.budget_bytes - self._account.fixed_bytes
+        return self.planner.budget_bytes - self.account.fixed_bytes
 
     def runs_whole(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows would run without chunks in the free memory."""
-        return self.planner.runs_whole(num_rows, self._account.kept_bytes)
+        return self.planner.runs_whole(num_rows, self.account.kept_bytes)
+
+    def release_memory(self, *, even_work: bool) -> bool:
+        """Release memory of guests, as `StepGuest.release_memory`."""
+        are_released = [guest.release_memory(even_work=even_work) for guest in self.guests]
+        return any(are_released)
 
     @property
     def idle_usage(self) -> StepUsage:

@@ -39,7 +39,7 @@ class SamplePart(NamedTuple, Generic[A]):
         layouts: keys that the rows read in the last layer.
         pieces: one per request: its index in the batch, the range of `rows` of its own sequence,
             and the range of its unconditional sequence, or None without guidance.
-        num_adapter_rows: number of `rows` at the end whose candidates are drafts.
+        num_adapter_rows: number of `rows` at the end that use the adapter.
     """
 
     rows: A

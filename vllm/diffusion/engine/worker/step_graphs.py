@@ -21,8 +21,8 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
+from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.engine.worker.batch import StepInputs
-from vllm.diffusion.engine.worker.draft_budget import StepTimes
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.ops import Array
 
-ROW_BUCKETS = (
-    *range(16, 64, 16),
-    *range(64, 256, 32),
-    *range(256, 512, 64),
-    *range(512, 1536, 128),
-    *range(1536, 2048, 256),
-    *range(2048, 4096 + 1, 512),
-)
 # Limits for models without experts. Beyond them, layers take longer than their launch, and the
 # attention of a graph is slower for long sequences (docs/measurements/steps.md). Layers with
 # experts finish sooner, and experts would be read in vain if windows came in shares.
@@ -149,8 +141,8 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: ops.GraphInputs
     outputs: BodyOutputs
-    # Generation of the store whose addresses the graph holds.
-    generation: int
+    # Version of the page store's layout whose addresses the graph holds.
+    layout_version: int
     # Packing of the inputs, as a weak reference: it refers to requests, which must not outlive
     # their end.
     packing: Callable[[], Packing | None] = lambda: None
@@ -218,12 +210,13 @@ class GraphRunner:
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
             return None  # other kernels need the spans on the host
-        if batch.num_adapter_rows and self._model.adapts_drafts:
+        if batch.num_adapter_rows and self._model.has_adapter:
             return None  # graphs cannot apply the adapter to some rows only
         if bucket.is_cached:
             self._copy_table()
         captured = self._captured.get(bucket)
-        if captured is None or captured.generation != self._caches.generation * bucket.is_cached:
+        version = self._caches.layout_version * bucket.is_cached
+        if captured is None or captured.layout_version != version:
             captured = self._capture(bucket, batch, plan)
         if captured is None:
             return None
@@ -242,7 +235,7 @@ class GraphRunner:
         """Time short steps of several sequences: the best of two replays, on the slowest rank."""
         seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
-            is_stale = captured.generation != self._caches.generation * bucket.is_cached
+            is_stale = captured.layout_version != self._caches.layout_version * bucket.is_cached
             if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
                 continue  # a stale graph still writes to the previous page addresses
             took_us = self._agreement.all_reduce_max(
@@ -298,8 +291,8 @@ class GraphRunner:
             outputs = run()
             ops.align_ranks()
         self._memory.settle(self._agreement.all_reduce_max(self._memory.used_bytes))
-        generation = self._caches.generation * bucket.is_cached
-        self._captured[bucket] = _Captured(graph, graph_inputs, outputs, generation)
+        version = self._caches.layout_version * bucket.is_cached
+        self._captured[bucket] = _Captured(graph, graph_inputs, outputs, version)
         return self._captured[bucket]
 
     def _bytes_of(self, batch: StepBatch) -> int:

@@ -9,16 +9,18 @@ Any other failure ends all requests of the step, on all ranks that run it (`agre
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import move_to_end
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
 from vllm.diffusion.engine.worker.run_ahead import next_behind
 from vllm.diffusion.engine.worker.step_pause import StepPause
+from vllm.diffusion.memory import OUT_OF_MEMORY
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -80,7 +82,6 @@ class StepLoop:
         self._runner, self._agreement = runner, agreement
         self.runs_ahead, self.limits = runs_ahead, limits
         self._in_flight: list[LaunchResult] = []  # in the order of their launches
-        self._restarted: str | None = None  # request whose long step has run out of memory once
         self._num_rows = 0  # rows of the steps collected for this message
         self.step_pause: StepPause | None = None
 
@@ -101,11 +102,11 @@ class StepLoop:
         if pause is not None:
             results |= pause.take_results()
             return pause.add_results_to(self._output(message, results), message)
-        step_slice = message.next_slice
+        part = message.next_slice
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
-            if req_id not in results and (step_slice is None or req_id != step_slice.req_id)
+            if req_id not in results and (part is None or req_id != part.req_id)
         }
         if stepping and message.should_drain:
             results |= self._drain()
@@ -113,8 +114,8 @@ class StepLoop:
             results |= self._ahead(stepping, message.long)
         elif stepping:
             results |= self._plain(stepping)
-        if step_slice is not None and step_slice.req_id not in results:
-            results |= self._slice(step_slice)
+        if part is not None and part.req_id not in results:
+            results |= self._part(part)
         self._runner.report_collected()
         return self._output(message, results)
 
@@ -122,6 +123,9 @@ class StepLoop:
         self, message: DiffusionSchedulerOutput, results: dict[str, StepResult]
     ) -> DiffusionRunnerOutput:
         runner, req_ids = self._runner, list(message.num_scheduled_tokens)
+        more = dict[str, Any]()
+        for guest in runner.guests:
+            more |= guest.report()
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
@@ -129,9 +133,8 @@ class StepLoop:
             usage=runner.usage if req_ids else runner.idle_usage,
             num_rows=self._num_rows,
             launched=[s.req_ids for s in self._in_flight],
-            paused=None if runner.long_steps is None else runner.long_steps.paused,
-            slice_timing=None if runner.long_steps is None else runner.long_steps.pop_timing(),
-            generation=runner.generation,
+            epoch=runner.epoch,
+            **more,
         )
 
     def pause_steps(self) -> StepPause:
@@ -140,7 +143,7 @@ class StepLoop:
         while self._in_flight:
             pause.add(self._collect(self._in_flight.pop(0)))
         self._runner.report_collected()
-        self._runner.drop_paused_step()
+        self._runner.release_memory(even_work=True)
         return pause
 
     def _remove_finished(self, req_ids: Collection[str]) -> None:
@@ -165,15 +168,15 @@ class StepLoop:
         for new in admitted:
             error = self._start(new)
             if isinstance(error, OUT_OF_MEMORY):
-                self._runner.skip_drafts_once()
-                self._runner.drop_paused_step()
+                self._runner.release_memory(even_work=False)
+                self._runner.release_memory(even_work=True)
                 self._runner.pool.trim()  # release memory that earlier steps have left reserved
                 error = self._start(new)
             if error is not None:
                 results[new.req_id] = self._failed(new.req_id, error)
                 continue
             message = f"request {new.req_id} computes its first step itself"
-            outcomes, _ = self._attempt(message, self._runner.run_shared_first_step, new)
+            outcomes, _ = self._attempt(message, self._runner.commit_known_step, new)
             results |= self._results(outcomes or {})
         return results
 
@@ -199,7 +202,8 @@ class StepLoop:
         self._launch_behind(apart)
         outcomes = self._collect(self._in_flight.pop(0))
         failed = [req_id for req_id, error in outcomes.items() if error]
-        self._launch_behind({*apart, *failed, *self._runner.requests_to_copy(outcomes)})
+        held_back = [guest.held_back(outcomes) for guest in self._runner.guests]
+        self._launch_behind({*apart, *failed, *chain.from_iterable(held_back)})
         return self._results(outcomes)
 
     @torch.inference_mode()
@@ -208,26 +212,16 @@ class StepLoop:
         return self._results(self._collect(self._in_flight.pop(0))) if self._in_flight else {}
 
     @torch.inference_mode()
-    def _slice(self, step_slice: StepSlice) -> dict[str, StepResult]:
-        """Run the next slice of a long step; return the request's result after the last slice.
-
-        If memory runs out, memory that earlier steps have left reserved is released, and the step
-        starts again with the next slice. This happens once per request.
-        """
+    def _part(self, part: StepSlice) -> dict[str, StepResult]:
+        """Run the next part of a long step; return the request's result after the last part."""
+        long_steps = self._runner.join(LongStepRunner)
         failures: dict[str, Exception] = {}
-        step, req_id = None, step_slice.req_id
-        if self._is_ready(req_id, failures, step_slice.rows):
-            message = f"a slice of request {req_id} could not be launched"
-            step, failure = self._attempt(message, self._runner.launch_slice, step_slice)
-            if failure is not None:
-                self._runner.drop_paused_step()
-                if isinstance(failure, OUT_OF_MEMORY) and self._restarted != req_id:
-                    self._restarted = req_id
-                    self._runner.pool.trim()
-                    return {}
-                failures[req_id] = failure
-        if step is not None:
-            self._restarted = None
+        step = None
+        if self._is_ready(part.req_id, failures, part.rows):
+            message = f"a part of a step of request {part.req_id} could not be launched"
+            step, failure = self._attempt(message, long_steps.run, part)
+            if failure is not None and not long_steps.restarts(part, failure):
+                failures[part.req_id] = failure
         return self._results(self._collect(LaunchResult(step, failures)))
 
     def _start(self, new: NewCanvas) -> Exception | None:
@@ -249,10 +243,10 @@ class StepLoop:
     def _launch(self, rows: Mapping[str, int]) -> LaunchResult:
         """Launch a step in which each request may compute the given rows.
 
-        If memory runs out, the loop tries again after each of these measures, in this order: leave
-        out drafts, release memory that other steps have left reserved, release the memory of a
-        paused step, leave out the request with the most rows. If the launch fails for another
-        reason, requests that also fail alone are left out.
+        If memory runs out, the loop tries again after each of these measures, in this order:
+        release memory of guests without losing work, release memory that other steps have left
+        reserved, drop work of guests, leave out the request with the most rows. If the launch fails
+        for another reason, requests that also fail alone are left out.
         """
         failures: dict[str, Exception] = {}
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
@@ -267,9 +261,9 @@ class StepLoop:
                 failures |= alone or dict.fromkeys(ready, failure)
                 ready = [req_id for req_id in ready if req_id not in failures]
                 continue
-            if self._runner.skip_drafts_once():
+            if self._runner.release_memory(even_work=False):
                 continue
-            if has_trimmed and not self._runner.drop_paused_step():
+            if has_trimmed and not self._runner.release_memory(even_work=True):
                 largest = self._largest(ready)
                 failures[largest] = failure
                 ready.remove(largest)

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.memory import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +29,8 @@ _PAUSED_S = 1e-3  # seconds between two messages during a pause
 class StepPause:
     """A pause in which messages are answered without a step.
 
-    The scheduler first receives the results of steps already collected, then the new weight
-    generation. The pause ends when the scheduler has acknowledged that generation and no caller
-    still holds the pause.
+    The scheduler first receives the results of steps already collected, then the new epoch.
+    The pause ends when the scheduler has acknowledged that epoch and no caller still holds it.
 
     Args:
         runner: owner of the requests.
@@ -80,17 +79,17 @@ class StepPause:
     def add_results_to(
         self, output: DiffusionRunnerOutput, message: DiffusionSchedulerOutput
     ) -> DiffusionRunnerOutput:
-        """Attach pending results; when none are left, attach the new weight generation."""
+        """Attach pending results; when none are left, attach the new epoch."""
         if self._settled:
             launched = [*map(list, self._settled), *output.launched]
-            return replace(output, launched=launched, generation=message.generation)
+            return replace(output, launched=launched, epoch=message.epoch)
         if not self._is_known(message):
             canvases = self._runner.canvases.items()
             output.invalidated |= {r: c.count_next_rows() for r, c in canvases if not c.is_complete}
         return output
 
     def _is_known(self, message: DiffusionSchedulerOutput) -> bool:
-        return self._runner.generation == message.generation
+        return self._runner.epoch == message.epoch
 
 
 def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
@@ -101,7 +100,7 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
         cache.
     """
     failures: Outcomes = {}
-    runner.generation += 1
+    runner.epoch += 1
     runner.weight_generation = runner.model.weight_generation
     runner.invalidate()
     for req_id, canvas in runner.canvases.items():

@@ -14,8 +14,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm.diffusion.core.pages import num_pages
 from vllm.diffusion.engine.messages import NewCanvas, NewPages
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
 from vllm.diffusion.engine.worker.step_graphs import ENDED_ROWS, buckets_of
+from vllm.diffusion.memory import OUT_OF_MEMORY
 from vllm.diffusion.request import decision, fields
 
 if TYPE_CHECKING:

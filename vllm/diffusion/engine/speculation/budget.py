@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Sequence
 
-    from vllm.diffusion.ops import Array
+    from vllm.diffusion.engine.step_times import StepTimes
 
 # Share of a step's time that each draft costs, because the host drafts and accepts.
 MARGIN = 0.02
@@ -67,29 +67,6 @@ class DraftOffer(NamedTuple):
 
     chances: Sequence[float]
     rows: int
-
-
-class StepTimes(NamedTuple):
-    """Times of steps by number of rows, which is rounded up to the next listed size.
-
-    Attributes:
-        rows: [N] int64, the listed sizes, ascending.
-        seconds: [N + 1] float64, their times; the last entry is the time of larger steps.
-    """
-
-    rows: Array
-    seconds: Array
-
-    @classmethod
-    def of(cls, known: Mapping[int, float]) -> StepTimes:
-        """Build the table from known times; steps with more rows than the table never pay."""
-        rows = sorted(known)
-        return cls(np.array(rows), np.array([*(known[size] for size in rows), np.inf]))
-
-    def at(self, rows: Array | int) -> Array:
-        """Return the times [R] of steps with `rows` rows."""
-        seconds: Array = self.seconds[self.rows.searchsorted(rows)]
-        return seconds
 
 
 def choose_num_drafts(

@@ -2,7 +2,7 @@
 """Lossless speculation: a step also evaluates drafts, that is, predicted next states.
 
 A step evaluates one forward of a request and drafts of the states that follow
-(`decoding/drafting.py`). A draft is accepted only if it is exactly the state that the request
+(`drafter.py`). A draft is accepted only if it is exactly the state that the request
 reaches. Its candidates then equal the candidates of a forward of that state, so they are committed,
 too.
 
@@ -20,17 +20,17 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.decoding.drafting import MAX_DRAFTED_COMMITS, Drafter, DraftState
-from vllm.diffusion.engine.worker.cached_candidates import CachedCandidates, has_random_scores
-from vllm.diffusion.engine.worker.draft_budget import (
+from vllm.diffusion.engine.speculation.budget import (
     AcceptanceRates,
     DraftOffer,
-    StepTimes,
     choose_num_drafts,
 )
-from vllm.diffusion.engine.worker.draft_pages import DraftPages
-from vllm.diffusion.engine.worker.drafts import Draft
-from vllm.diffusion.engine.worker.step_graphs import ROW_BUCKETS
+from vllm.diffusion.engine.speculation.candidates import CachedCandidates, has_random_scores
+from vllm.diffusion.engine.speculation.draft_pages import DraftPages
+from vllm.diffusion.engine.speculation.drafter import MAX_DRAFTED_COMMITS, Drafter, DraftState
+from vllm.diffusion.engine.speculation.drafts import Draft
+from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.memory import StepShape
 from vllm.diffusion.request.algorithms import algorithms_of
 from vllm.logger import init_logger
@@ -39,16 +39,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
-    from vllm.diffusion.decoding.drafting import AcceptanceChance
+    from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.speculation.budget import Kind
+    from vllm.diffusion.engine.speculation.drafter import AcceptanceChance
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.draft_budget import Kind
-    from vllm.diffusion.engine.worker.drafts import BatchItem
-    from vllm.diffusion.engine.worker.sample_rows import SampleRows
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_graphs import GraphRunner
+    from vllm.diffusion.engine.worker.step_memory import Step
     from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.memory import PageAllocator, Plan, Planner
-    from vllm.diffusion.ops import Array
+    from vllm.diffusion.memory import Plan, Planner
     from vllm.diffusion.request.params import DiffusionParams
 
 logger = init_logger(__name__)
@@ -65,13 +66,14 @@ NOISY_INTERVAL = 4  # commits between probes of a request that samples tokens an
 
 
 def can_speculate(params: DiffusionParams) -> bool:
-    """Whether a request's steps may have drafts.
+    """Whether a request asks for drafts and its steps may have them.
 
     Guided answers are excluded: their tokens are chosen jointly, by a search over the current
     state, which drafts do not have. A delayed cache keeps the keys and values of the last forward
     that computed a block. If that forward was a draft, they would be in draft pages.
     """
-    return params.guide is None and params.score is None and params.cache != "delayed"
+    may_have_drafts = params.guide is None and params.score is None and params.cache != "delayed"
+    return params.num_speculative_states > 0 and may_have_drafts
 
 
 class _RequestDrafting(NamedTuple):
@@ -91,28 +93,24 @@ class _Probe(NamedTuple):
     num_steps: int
 
 
-class Speculation:
+class Speculation(StepGuest):
     """Adds drafts to the steps of some requests, and accepts the drafts that they reach.
 
     Args:
-        canvases: all running requests.
-        pages: pages of cached keys and values.
-        times: function that returns the times of steps in which all requests have a cache (True),
-            or of other steps (False). None: do not weigh costs; the number of drafts is
-            the one that requests ask for.
-        can_grow: whether the page store may grow for drafts.
+        runner: the runner of the requests.
     """
 
-    def __init__(
-        self,
-        canvases: Mapping[str, Canvas],
-        pages: PageAllocator,
-        times: Callable[[bool], StepTimes] | None = None,
-        *,
-        can_grow: bool = True,
-    ) -> None:
-        self._canvases, self._pages = canvases, DraftPages(pages, can_grow=can_grow)
-        self._times = None if times is None else cache(times)
+    def __init__(self, runner: DiffusionModelRunner) -> None:
+        super().__init__(runner)
+        self._canvases, self._graphs = runner.canvases, runner.graphs
+        # Growing the store would require new captures of the graphs, and another rank might lack
+        # the memory.
+        can_grow = runner.graphs is None and runner.agreement is None
+        self._pages = DraftPages(runner.pages, can_grow=can_grow)
+        # The times of steps in which all requests have a cache (True), or of other steps (False).
+        self._times: Callable[[bool], StepTimes] | None = None
+        if runner.weighs_guesses:
+            self._times = cache(partial(_step_times, runner.graphs, runner.planner))
         self._rates = AcceptanceRates()
         self._drafting: dict[str, _RequestDrafting] = {}  # by request
         # By request, after its first commit.
@@ -121,10 +119,10 @@ class Speculation:
         self._num_steps = self._backoff_until = 0  # steps of the runner
         self._failed = False
 
-    def start(self, canvas: Canvas) -> None:
+    def started(self, canvas: Canvas, new: NewCanvas) -> None:
         """Start drafting for a request that is eligible (see `can_speculate`)."""
         params = canvas.params
-        if not can_speculate(params):
+        if new.host_layers or not can_speculate(params):
             return
         table = algorithms_of(is_block_causal=params.is_block_causal)
         is_chain = table[params.algorithm].speculates == "chain"
@@ -140,55 +138,50 @@ class Speculation:
         acceptance_chance = partial(self._rates.chance, kind)
         self._drafting[canvas.req_id] = _RequestDrafting(drafter, kind, acceptance_chance)
 
-    def remove(self, req_id: str) -> None:
-        """Drop a request, if it has drafts."""
+    def removed(self, req_id: str) -> None:
         self._drafting.pop(req_id, None)
         self._latest_candidates.pop(req_id, None)
         self._pages.release(req_id)
 
-    def skip_once(self) -> bool:
+    def release_memory(self, *, even_work: bool) -> bool:
         """Skip drafts in the next step, and release all draft pages.
 
         Returns:
             whether the next step could have had drafts.
         """
+        if even_work:
+            return False
         had_drafts, self._latest_candidates = bool(self._latest_candidates), {}
         self._pages.release_all()
         return had_drafts
 
-    def reset(self) -> None:
+    def invalidate(self) -> None:
         """Forget candidates and acceptance rates of earlier weights."""
-        self.skip_once()
+        self.release_memory(even_work=False)
         self._probes.clear()
         self._rates.clear()
 
-    def release_draft_pages(self, req_id: str) -> None:
+    def pages_changed(self, req_id: str, *, are_replaced: bool) -> None:
         """Release the draft pages of a request whose own pages have changed."""
         self._pages.release(req_id)
 
     # ---- before a step ----
 
-    def with_drafts(self, canvases: Sequence[Canvas], most_rows: int) -> list[BatchItem]:
-        """Return the requests of a step, each followed by its drafts.
-
-        Args:
-            canvases: the requests.
-            most_rows: maximum number of rows of the step.
-        """
+    def extra_items(self, canvases: Sequence[Canvas], row_budget: int) -> Sequence[BatchItem]:
+        """Return the drafts of the requests of a step."""
         self._num_steps += 1
         if not self._drafting or self._is_backing_off(len(canvases)):
             self._release_drafts(canvases)
-            return list(canvases)
+            return ()
         rows = sum(canvas.count_next_rows() for canvas in canvases)
         forwards = {c.req_id: c.next_forward() for c in canvases if c.req_id in self._drafting}
         eligible = [
             c for c in canvases if c.req_id in forwards and _may_draft(c, *forwards[c.req_id])
         ]
         num_drafts = self._num_drafts(eligible, canvases, rows)
-        items: list[BatchItem] = []
-        room = most_rows - rows
+        items: list[Draft] = []
+        room = row_budget - rows
         for index, canvas in enumerate(canvases):
-            items.append(canvas)
             if canvas.req_id not in forwards:
                 continue
             target, window = forwards[canvas.req_id]
@@ -289,11 +282,8 @@ class Speculation:
             current = DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target)
             self._probes.append(_Probe(canvas, current, candidates, canvas.num_steps))
 
-    def learn_from_probes(self) -> None:
-        """Learn from probed steps whether drafts would have been accepted.
-
-        Called after the next launch, so that the device does not wait for it.
-        """
+    def launched_next(self) -> None:
+        """Learn from probed steps whether drafts would have been accepted."""
         probes, self._probes = self._probes, []
         for step in probes:
             canvas = step.canvas
@@ -321,22 +311,18 @@ class Speculation:
 
     # ---- after a step ----
 
-    def accept(
-        self,
-        rows: SampleRows,
-        samples: Array,
-        candidates: Sequence[Candidates | BatchedCommit],
-        outcomes: dict[str, Exception | None],
-    ) -> None:
-        """Commit the drafts that their requests have reached.
+    def accepts(self, batch: StepBatch, plan: Plan) -> bool:
+        """Whether the step still runs in one chunk and, if graphs are used, in one graph."""
+        has_graph = self._graphs is None or self._graphs.serves(batch)
+        return has_graph and plan.is_whole(batch.num_rows)
 
-        Args:
-            rows: sample rows of the step.
-            samples: table of its samples, on the host.
-            candidates: candidates or commit of each item of the batch.
-            outcomes: requests whose own candidates were committed, each with its error or None;
-                errors of further commits are added.
-        """
+    def collected(
+        self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
+    ) -> None:
+        """Commit the drafts that their requests have reached."""
+        rows, samples = step.rows, step.samples.host.numpy()
+        if not self._drafting:
+            return
         # This step has no drafts, and the next step makes none from its candidates.
         if len(rows.batch.items) == len(outcomes) and self._is_backing_off(len(outcomes)):
             return
@@ -373,37 +359,17 @@ class Speculation:
                 self._rates.learn(kind, state.committed, state.depth, is_accepted=is_accepted)
 
 
-def step_times_of(
-    graphs: GraphRunner | None, planner: Planner, *, weighs: bool
-) -> Callable[[bool], StepTimes] | None:
-    """Return the function that returns step times (see `Speculation`); None without weighing.
-
-    Args:
-        graphs: the graphs, which are timed at start; None without graphs.
-        planner: predicts the times if there are no graphs.
-        weighs: whether the costs of drafts are weighed.
-    """
-    if not weighs:
-        return None
+def _step_times(graphs: GraphRunner | None, planner: Planner, has_caches: bool) -> StepTimes:
+    """Return the times of steps: measured at start with graphs, else predicted by the planner."""
     if graphs is not None:
-        return graphs.times.__getitem__
-
-    def predicted(has_caches: bool) -> StepTimes:
-        seconds = {}
-        for n in ROW_BUCKETS:
-            # A step that does not fit never pays.
-            with suppress(ActivationBudgetError):
-                shape = StepShape(n, n, n, num_sequences=2, keeps=has_caches)
-                seconds[n] = planner.plan(shape).predicted_seconds
-        return StepTimes.of(seconds)
-
-    return predicted
-
-
-def fits_one_graph_and_chunk(batch: StepBatch, plan: Plan, graphs: GraphRunner | None) -> bool:
-    """Whether a step with drafts still runs in one chunk and, if graphs are used, in one graph."""
-    has_graph = graphs is None or graphs.serves(batch)
-    return has_graph and plan.is_whole(batch.num_rows)
+        return graphs.times[has_caches]
+    seconds = {}
+    for n in ROW_BUCKETS:
+        # A step that does not fit never pays.
+        with suppress(ActivationBudgetError):
+            shape = StepShape(n, n, n, num_sequences=2, keeps=has_caches)
+            seconds[n] = planner.plan(shape).predicted_seconds
+    return StepTimes.of(seconds)
 
 
 def _accept(

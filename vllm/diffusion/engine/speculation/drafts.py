@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.decoding.drafting import DraftState
+    from vllm.diffusion.engine.speculation.drafter import DraftState
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.guided.joint import Joint
@@ -81,7 +81,3 @@ class Draft:
         canvas = self.canvas
         is_due = self.num_steps == canvas.num_steps
         return is_due and self.state.is_of(canvas.tokens, canvas.rule, target)
-
-
-# An item of a step's batch.
-BatchItem: TypeAlias = "Canvas | Draft"

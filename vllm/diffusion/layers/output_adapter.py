@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank addition to the output projection of attention, for rows whose candidates are drafts.
+"""Low-rank addition to the output projection of attention, for some rows of a step.
 
 Letters: R rows, D hidden size, H query heads of this rank, hd head width, r rank of the adapter.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DraftAdapter:
+class OutputAdapter:
     """The two matrices of one layer, in the model dtype.
 
     Attributes:

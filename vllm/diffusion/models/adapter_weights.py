@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from vllm.diffusion.core.errors import CheckpointError
-from vllm.diffusion.layers.draft_adapter import DraftAdapter
+from vllm.diffusion.layers.output_adapter import OutputAdapter
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
@@ -26,7 +26,7 @@ FOLDER = "linear_spec_lora"
 logger = init_logger(__name__)
 
 
-def load_draft_adapter(model: DiffusionModel, checkpoint: str) -> None:
+def load_adapter(model: DiffusionModel, checkpoint: str) -> None:
     """Set the layers' draft adapter from a checkpoint's folder, if it has one, before first use.
 
     Raises:
@@ -41,11 +41,11 @@ def load_draft_adapter(model: DiffusionModel, checkpoint: str) -> None:
     with safe_open(str(weights), framework="pt") as tensors:
         for layer, name in zip(model.layers, model.architecture.layer_names, strict=True):
             path = f"base_model.model.{name}.self_attn.o_proj"
-            layer.self_attn.drafting = _adapter(model, tensors, path, scale)
+            layer.self_attn.adapter = _adapter(model, tensors, path, scale)
     logger.info("drafts are made with the adapter of rank %d in %s", described["r"], folder)
 
 
-def _adapter(model: DiffusionModel, tensors: Any, path: str, scale: float) -> DraftAdapter:
+def _adapter(model: DiffusionModel, tensors: Any, path: str, scale: float) -> OutputAdapter:
     width = model.num_heads * model.head_dim  # width of this rank's heads
     num_ranks = model.config.num_attention_heads // model.num_heads
     names = [f"{path}.lora_{part}.weight" for part in "AB"]
@@ -59,7 +59,7 @@ def _adapter(model: DiffusionModel, tensors: Any, path: str, scale: float) -> Dr
         raise CheckpointError(f"{path}: lora_A and lora_B: given {shapes}, wanted {expected}")
     start = get_tensor_model_parallel_rank() * width
     device = model.rotary_frequencies.device
-    return DraftAdapter(
+    return OutputAdapter(
         down[:, start : start + width].to(device, model.dtype).contiguous(),
         (scale * up).to(device, model.dtype),
         is_summed=num_ranks > 1,

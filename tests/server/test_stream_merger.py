@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canvases between the chunks of a handler: what a reader sees at any pace."""
+"""Canvases between the chunks of a handler, for readers of any speed."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.api.events import StreamMerger
+from vllm.diffusion.api.streams import StreamMerger
 
 
 def output(step: int | None, text: str = "", choice: int = 0) -> Any:
-    """An engine's output: a canvas, or new text, or both."""
+    """Return an engine output with a canvas, new text, or both."""
     report = {} if step is None else {"canvas": {"step": step}}
     completion = SimpleNamespace(index=choice, token_ids=list(text), finish_reason=None)
     return SimpleNamespace(outputs=[completion], kv_transfer_params={"dllm": report})
@@ -59,7 +59,7 @@ def test_a_quick_reader_sees_every_step() -> None:
 
 
 def test_a_slow_reader_sees_the_newest_step() -> None:
-    """While it reads one event the handler hears on, to its next chunk."""
+    """While the reader handles an event, the handler receives outputs up to its next chunk."""
     steps = [output(step) for step in range(1, 100)]
     handler = Handler([output(0, "a"), *steps, output(100, "b"), output(101, "c")])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
-from vllm.diffusion.engine.worker.agreement import OUT_OF_MEMORY
+from vllm.diffusion.memory import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.worker.canvas import Canvas

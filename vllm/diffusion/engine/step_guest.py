@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of step guests: capabilities of some requests that take part in the runner's steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+    from vllm.diffusion.decoding import (
+        BatchedCommit,
+        Candidates,
+        DecodingRule,
+        ForwardTarget,
+        ScorePick,
+    )
+    from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
+    from vllm.diffusion.engine.worker.step_memory import Step
+    from vllm.diffusion.engine.worker.window import Window
+    from vllm.diffusion.guided.joint import Joint
+    from vllm.diffusion.memory import KeptSequence, Plan
+    from vllm.diffusion.ops import Array
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.sampling import RowEdits
+
+
+class ItemWindow(Protocol):
+    """The sequences of an item and their cached keys and values, as in `ForwardWindow`."""
+
+    @property
+    def cache(self) -> KeptSequence | None: ...
+    @property
+    def kept_starts(self) -> tuple[int, ...]: ...
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def has_fp8_attention(self) -> bool: ...
+
+
+class BatchItem(Protocol):
+    """What a step packs and samples: the next forward of a `Canvas`, or a guest's own item.
+
+    The members are those of `Canvas`.
+    """
+
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def params(self) -> DiffusionParams: ...
+    @property
+    def rule(self) -> DecodingRule: ...
+    @property
+    def window(self) -> ItemWindow: ...
+    @property
+    def sequences(self) -> tuple[Array, ...]: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def num_extra_draws(self) -> int: ...
+    @property
+    def wants_logprobs(self) -> bool: ...
+    @property
+    def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None: ...
+    @property
+    def pick(self) -> ScorePick | None: ...
+    def next_forward(self) -> tuple[ForwardTarget, Window]: ...
+    def token_ids(self, positions: Array) -> Array | None: ...
+    def joints(self, target: ForwardTarget) -> list[Joint]: ...
+    def edits(self, positions: Array) -> RowEdits | None: ...
+    def draws(self, positions: Array) -> Array | None: ...
+
+
+class StepGuest:
+    """Base class of step guests, which changes nothing.
+
+    A guest joins the runner when a request first needs it (`step_guests.py`), on all ranks, and
+    then takes part in every step.
+
+    Args:
+        runner: the runner of the requests.
+    """
+
+    def __init__(self, runner: DiffusionModelRunner) -> None:
+        self._runner = runner
+
+    # ---- requests ----
+
+    def started(self, canvas: Canvas, new: NewCanvas) -> None:
+        """Handle the start of a request."""
+
+    def first_candidates(self, new: NewCanvas) -> Candidates | BatchedCommit | None:
+        """Return the results of a started request's first forward if they need no forward."""
+        return None
+
+    def held_back(self, req_ids: Iterable[str]) -> list[str]:
+        """Return the requests whose next step must wait for the scheduler's next message."""
+        return []
+
+    def pages_changed(self, req_id: str, *, are_replaced: bool) -> None:
+        """Handle new pages of a request, which extend its pages or replace all of them."""
+
+    def removed(self, req_id: str) -> None:
+        """Handle the end of a request. Its pages are released afterwards."""
+
+    # ---- a step ----
+
+    def extra_items(self, canvases: Sequence[Canvas], row_budget: int) -> Sequence[BatchItem]:
+        """Return items to pack in addition to the next forwards of the step's requests.
+
+        The step may have `row_budget` rows in all.
+        """
+        return ()
+
+    def accepts(self, batch: StepBatch, plan: Plan) -> bool:
+        """Whether a step with extra items may run; otherwise it runs without them."""
+        return True
+
+    def collected(
+        self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
+    ) -> None:
+        """Handle the results of a step whose requests have committed their candidates.
+
+        Args:
+            step: the step.
+            candidates: candidates or finished choice of each item of the batch.
+            outcomes: requests that have committed, each with its error or None. Errors of further
+                commits may be added.
+        """
+
+    def launched_next(self) -> None:
+        """Do work for which the device must not wait; called after the next launch."""
+
+    def report(self) -> dict[str, Any]:
+        """Return fields of `DiffusionRunnerOutput`."""
+        return {}
+
+    def invalidate(self) -> None:
+        """Drop all cached results, except keys and values in pages."""
+
+    def release_memory(self, *, even_work: bool) -> bool:
+        """Release memory for the next step, and return whether there was any.
+
+        Args:
+            even_work: whether to drop work that must be done again, instead of what costs nothing.
+        """
+        return False

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the step guests that a request needs; most requests need none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.engine.speculation import Speculation, can_speculate
+from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
+
+if TYPE_CHECKING:
+    from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.step_guest import StepGuest
+    from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+
+
+def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[StepGuest]]:
+    """Return the step guests that a request needs before it starts."""
+    kinds: list[type[StepGuest]] = []
+    if shares_first_forward(new.params):
+        kinds.append(FirstForwards)
+    # The keys and values of drafts need pages on the device, and all rows on one rank.
+    is_alone = runner.ranks.sequence.size == 1 and not new.host_layers
+    if is_alone and can_speculate(new.params):
+        kinds.append(Speculation)
+    return kinds
