@@ -75,6 +75,14 @@ _NO_FIELDS = frozenset(
         "upstream_max_tokens",
     }
 )
+# How attributes of DiffusionParams are computed that no request sets.
+_DERIVED = {
+    attribute.name: attribute.metadata["derived"]
+    for attribute in dataclasses.fields(DiffusionParams)
+    if "derived" in attribute.metadata
+}
+# Fields that are attributes of DiffusionParams.
+_RESOLVED = [BY_NAME[a.name] for a in dataclasses.fields(DiffusionParams) if a.name in BY_NAME]
 # Special tokens that fields need, with the refusal if a model does not have one.
 _SPECIAL_TOKENS = {
     "eos": "the checkpoint has no end-of-sequence token",
@@ -261,14 +269,10 @@ def _request(
 
 def _resolved(request: Request) -> dict[str, Any]:
     """Return the attributes of `DiffusionParams` that `param` and `derived` declare."""
-    resolved = {}
-    for attribute in dataclasses.fields(DiffusionParams):
-        name, field = attribute.name, BY_NAME.get(attribute.name)
-        if field is not None:
-            value = request.values[name]
-            resolved[name] = value if field.resolve is None else field.resolve(value, request)
-        elif "derived" in attribute.metadata:
-            resolved[name] = attribute.metadata["derived"](request)
+    resolved = {name: of(request) for name, of in _DERIVED.items()}
+    for field in _RESOLVED:
+        value = request.values[field.name]
+        resolved[field.name] = value if field.resolve is None else field.resolve(value, request)
     return resolved
 
 
@@ -441,26 +445,21 @@ def _check(request: Request) -> None:
     if given.get("mask_id", model.ids.mask) != model.ids.mask:
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", given["mask_id"], wanted)
+    fields = [field for field in FIELDS if field.name in given]
     for token, absent in _SPECIAL_TOKENS.items():
-        for field in FIELDS:
-            is_needed = token in field.needs and given.get(field.name)
+        for field in fields:
+            is_needed = token in field.needs and given[field.name]
             if is_needed and getattr(model.ids, token) is None:
                 raise InvalidParameterError(field.name, True, absent)
-    for field in FIELDS:
-        if field.refuse is not None and field.name in given:
-            wanted_instead = field.refuse(given[field.name], request)
-            if wanted_instead is not None:
-                raise InvalidParameterError(field.name, given[field.name], wanted_instead)
+    for field in fields:
+        accepted = None if field.refuse is None else field.refuse(given[field.name], request)
+        if accepted is not None:
+            raise InvalidParameterError(field.name, given[field.name], accepted)
 
 
 def _wanted_instead(field: Field, algorithm: Algorithm, model: ServedModel) -> str:
     """Describe the alternatives to a field that has no effect with an algorithm."""
-    users = field.users(is_block_causal=model.family.is_block_causal)
-    others = [
-        other.name
-        for other in algorithms_for(model.family).values()
-        if other.name in users and field.acts(other, model)
-    ]
+    others = [a.name for a in algorithms_for(model.family).values() if field.acts(a, model)]
     wanted = [str(value) for value in field.neutral[:1]]
     wanted += [f"algorithm: {in_words(others)}"] if others else []
     alternatives = f"wanted {', or '.join(wanted)}" if wanted else "wanted it left out"

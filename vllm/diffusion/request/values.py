@@ -83,14 +83,9 @@ class Field:
         default = self.defaults.get(algorithm, self.default)
         return self.shifted_defaults.get(algorithm, default) if is_shifted else default
 
-    def users(self, *, is_block_causal: bool) -> tuple[str, ...]:
-        """Return the algorithms of a kind of family that use the field; empty if all use it."""
-        return self.block_algorithms if is_block_causal else self.algorithms
-
     def is_used_by(self, algorithm: str, *, is_block_causal: bool = False) -> bool:
-        if self.uses is None:
-            return True
-        return algorithm in self.users(is_block_causal=is_block_causal)
+        users = self.block_algorithms if is_block_causal else self.algorithms
+        return self.uses is None or algorithm in users
 
     def acts(self, algorithm: Algorithm, model: ServedModel) -> bool:
         """Return whether the field has an effect with an algorithm on a model."""
