@@ -53,7 +53,7 @@ def test_memory_of_other_steps_is_given_back_before_a_step_allocates(
 ) -> None:
     """PyTorch's cached memory is freed before the `temporaries` of a step, not within them."""
     (engine, _), given_back = whole, list[tuple[str, bool]]()
-    pool, account, is_within = engine.runner.pool, engine.runner._account, [False]
+    pool, account, is_within = engine.runner.pool, engine.runner.account, [False]
 
     @contextmanager
     def temporaries() -> Iterator[None]:

@@ -335,7 +335,7 @@ def test_a_step_whose_keys_were_moved_begins_anew(
     runner.pages.trim()  # no page is free now
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].items[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].num_forwards
     )
     names: list[str] = []
     monkeypatch.setattr(
@@ -365,7 +365,7 @@ def test_a_paused_step_makes_room_for_who_starts(
     wanted, runner = tokens(engine.ask(*asks)), engine.runner
     engine.cut_steps(2 * Admission(runner.planner).seconds_of(Demand(216, 16), 216) / 30)
     forwards_begun = record(
-        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].items[0].num_forwards
+        monkeypatch, LongStepRunner, "begin", lambda *call: call[2].num_forwards
     )
     allocate = runner.pages.allocate
 

@@ -382,7 +382,7 @@ def test_streams_end_with_the_mark_that_is_looked_for() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    from vllm.diffusion.api.events import DONE
+    from vllm.diffusion.api.streams import DONE
 
     for stream in (
         OpenAIServingChat.chat_completion_stream_generator,

@@ -104,11 +104,7 @@ def _unused_defaults(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _check_transfer(vllm_config: VllmConfig) -> None:
-    """Refuse a weight transfer that does not write into this model's tensors.
-
-    Raises:
-        ServerConfigError: naming the supported transfers.
-    """
+    """Refuse a weight transfer that does not write into this model's tensors."""
     transfer = vllm_config.weight_transfer_config
     if transfer is None or transfer.backend in TRANSFERS:
         return
@@ -119,13 +115,7 @@ def _check_transfer(vllm_config: VllmConfig) -> None:
 
 
 def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
-    """Refuse a tensor-parallel size that does not divide the model.
-
-    Upstream has checked the query heads.
-
-    Raises:
-        ServerConfigError: the model cannot be divided.
-    """
+    """Refuse a tensor-parallel size that does not divide the model; upstream checks query heads."""
     size = vllm_config.parallel_config.tensor_parallel_size
     if size == 1 or family_of(vllm_config) is None:
         return
@@ -149,11 +139,7 @@ def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
 
 
 def _divide_rows(vllm_config: VllmConfig) -> None:
-    """Make upstream start a process for every rank, including sequence-parallel ranks.
-
-    Raises:
-        ServerConfigError: the model or the machine cannot be divided.
-    """
+    """Make upstream start a process for every rank, including sequence-parallel ranks."""
     size, parallel = settings_of(vllm_config).sequence_parallel_size, vllm_config.parallel_config
     if size == 1:
         return
@@ -234,9 +220,7 @@ def _guides(
     vocab_size: int,
     encode: Callable[[str], Sequence[int]],
 ) -> Guides:
-    """Return the compiler of answer formats for a checkpoint; it loads the vocabulary at first
-    use.
-    """
+    """Return the compiler of answer formats; it loads the checkpoint's vocabulary at first use."""
     others = () if ids.eot in (None, ids.eos) else (ids.eot,)
     return Guides(
         lambda: vocabulary_of(cached_tokenizer_from_config(model), vocab_size),
@@ -323,8 +307,7 @@ class Settings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the engine's settings among all settings of a server, ignoring defaults of
-        requests.
+        """Return the engine's settings among all settings of a server.
 
         Raises:
             ServerConfigError: naming the setting, the given and the expected value.
@@ -382,11 +365,7 @@ def _check_count(name: str, value: Any, minimum: int) -> None:
 
 
 def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
-    """Check all settings of the server; return the defaults of requests among them.
-
-    Raises:
-        ServerConfigError: see `Settings.of` and `server_defaults`.
-    """
+    """Check all settings of the server; return the defaults of requests among them."""
     Settings.of(settings)
     remaining = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
     return server_defaults(remaining, family)

@@ -29,6 +29,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _LONG_SECONDS = (*_SECONDS[3:], 60.0, 120.0, 300.0, 600.0, 1800.0)
 _MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 
+WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -39,6 +41,7 @@ class Metric:
         doc: the meaning, with the unit.
         buckets: upper bounds of a histogram's buckets.
         label: name of its label in addition to `model_name` and `engine`, if any.
+        label_values: values of this label that are exported from the start, with value 0.
         per_engine: whether it has the label `engine`; False if the server itself counts.
         facts: labels with facts known from the start; the value is always 1.
     """
@@ -48,6 +51,7 @@ class Metric:
     doc: str
     buckets: tuple[float, ...] = ()
     label: str | None = None
+    label_values: tuple[str, ...] = ()
     per_engine: bool = True
     facts: tuple[str, ...] = ()
 
@@ -57,6 +61,15 @@ class Metric:
         return ("model_name", "engine", *names) if self.per_engine else ("model_name", *names)
 
 
+BUILD_INFO = Metric(
+    "dllm:build_info",
+    "gauge",
+    "Always 1; the labels show what the engine uses: `kernels`, `portable kernels` or the PyTorch "
+    "`reference` of each native package, the activation pool in virtual memory (`vmm`) or from "
+    "PyTorch (`torch`), the backends of attention, and whether CUDA graphs are `on`.",
+    per_engine=False,
+    facts=("flash_sample", "fused_ops", "gather_gemm", "activation_pool", "attention", "graphs"),
+)
 STEP_BATCH_SIZE = Metric(
     "dllm:step_batch_size",
     "histogram",
@@ -152,6 +165,16 @@ PLANNER_TIME = Metric(
     "Seconds to plan a denoising step.",
     _MICROSECONDS,
 )
+REQUESTS_WAITING = Metric(
+    "dllm:requests_waiting",
+    "gauge",
+    "Waiting requests, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
+    "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`), a "
+    "`prompt` that another request computes, the other requests of their `call`, or their `order` "
+    "after earlier requests.",
+    label="waits_for",
+    label_values=WAITS_FOR,
+)
 REQUESTS_REFUSED = Metric(
     "dllm:requests_refused",
     "counter",
@@ -159,6 +182,7 @@ REQUESTS_REFUSED = Metric(
     "`body_size`, `draining`, `memory` for steps that never fit into it, or `engine` for a "
     "failure.",
     label="reason",
+    label_values=("engine",),
     per_engine=False,
 )
 REQUESTS_ABORTED = Metric(
@@ -172,55 +196,12 @@ REQUESTS_TIMED_OUT = Metric(
     "counter",
     "Requests that were not complete after their `timeout_s`.",
 )
-REQUESTS_WAITING = Metric(
-    "dllm:requests_waiting",
-    "gauge",
-    "Waiting requests, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
-    "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`), a "
-    "`prompt` that another request computes, the other requests of their `call`, or their `order` "
-    "after earlier requests.",
-    label="waits_for",
-)
-BUILD_INFO = Metric(
-    "dllm:build_info",
-    "gauge",
-    "Always 1; the labels show what the engine uses: `kernels`, `portable kernels` or the PyTorch "
-    "`reference` of each native package, the activation pool in virtual memory (`vmm`) or from "
-    "PyTorch (`torch`), the backends of attention, and whether CUDA graphs are `on`.",
-    per_engine=False,
-    facts=("flash_sample", "fused_ops", "gather_gemm", "activation_pool", "attention", "graphs"),
-)
 
-METRICS: tuple[Metric, ...] = (
-    BUILD_INFO,
-    STEP_BATCH_SIZE,
-    STEP_ROWS,
-    STEP_TIME,
-    DENOISE_STEPS,
-    FORWARDS,
-    FORWARDS_SAVED,
-    REQUEST_STEPS,
-    DRAFT_STATES,
-    ACCEPTED_STATES,
-    COMMITTED_TOKENS,
-    TOKENS_PER_FORWARD,
-    STEPS_PER_FORWARD,
-    QUEUE_TIME,
-    TIME_TO_FIRST_COMMIT,
-    POOL_BUDGET,
-    POOL_IN_USE,
-    HOST_IN_USE,
-    POOL_PEAK,
-    PLANNER_TIME,
-    REQUESTS_WAITING,
-    REQUESTS_REFUSED,
-    REQUESTS_ABORTED,
-    REQUESTS_TIMED_OUT,
-)
+# All rows above, in this order.
+METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
 MAX_REPORTED_WAITS = 64  # maximum number of requests whose wait is reported
 _WAITS = "waits"
 

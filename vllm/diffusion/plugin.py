@@ -45,9 +45,7 @@ def register() -> None:
 
 
 def _register_transfer() -> None:
-    """Register the transfer of weights by files with upstream; the module is imported at first
-    use.
-    """
+    """Register the transfer of weights by files; its module is imported at first use."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "disk" not in WeightTransferEngineFactory._registry:
@@ -103,9 +101,7 @@ def _register_configurations() -> None:
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     class LlamaModelConfig(VerifyAndUpdateConfig):
-        """Upstream's hook for Llama, which some checkpoints of our families name as their
-        architecture.
-        """
+        """Upstream's hook for Llama, whose name some checkpoints of our families have."""
 
         @staticmethod
         def verify_and_update_model_config(model_config: ModelConfig) -> None:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.prometheus import count_abort
-from vllm.diffusion.api.report import reports_by_choice, timeout_in
+from vllm.diffusion.api.report import add_stop_string, reports_by_choice, timeout_in
 from vllm.diffusion.request.decision import DECISION, attach, is_decided
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
@@ -40,30 +40,8 @@ class RequestTimedOut(GracefulHTTPError):
         super().__init__(message, HTTPStatus.GATEWAY_TIMEOUT)
 
 
-async def wait_for_first(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Wait for the first event, then return a generator of all events.
-
-    An error before the first event is raised here, so that it can be answered with its own status.
-    """
-    first = await anext(events, None)
-
-    async def remaining() -> AsyncGenerator[str, None]:
-        async with aclosing(events):
-            if first is not None:
-                yield first
-            async for data in events:
-                yield data
-
-    return remaining()
-
-
 class ChoicesClient:
-    """Wrapper of upstream's engine client that replaces `generate`.
-
-    Args:
-        engine: upstream's client.
-        validator: decides the parameters of requests to this engine.
-    """
+    """Wrapper of upstream's engine client that replaces `generate`."""
 
     def __init__(self, engine: EngineClient, validator: Validator) -> None:
         self._engine = engine
@@ -108,8 +86,7 @@ class ChoicesClient:
 async def stream_outputs(
     engine: EngineClient, engine_input: Any, sampling: SamplingParams, *args: Any, **options: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the engine's outputs of a request, and count the request as aborted if it is
-    cancelled.
+    """Yield the engine's outputs of a request; count the request as aborted if it is cancelled.
 
     The engine cannot count aborts, because it also receives one whenever a stop string has ended
     an answer.
@@ -129,10 +106,7 @@ async def stream_outputs(
                 is_complete = reason is not None
                 report = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
-                if "trajectory" in report and isinstance(completion.stop_reason, str):
-                    # The engine does not process stop strings, so its trajectory lacks their
-                    # effect.
-                    report["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}
+                add_stop_string(report, completion, length)
                 if reason == "error":
                     raise GenerationError(report.get("error", "the engine failed"))
                 late = timeout_in(report)
@@ -148,11 +122,7 @@ async def stream_outputs(
 async def _in_time(
     outputs: AsyncIterator[RequestOutput], timeout_s: float | None
 ) -> AsyncIterator[RequestOutput]:
-    """Yield outputs; raise if the engine has not ended the request `GRACE_S` after its timeout.
-
-    Raises:
-        RequestTimedOut: the engine is stuck: `GRACE_S` have passed since the timeout.
-    """
+    """Yield outputs; raise `RequestTimedOut` if the request runs `GRACE_S` beyond its timeout."""
     if timeout_s is None:
         async for output in outputs:
             yield output
@@ -168,40 +138,6 @@ async def _in_time(
             message = f"timeout: the engine has not answered {timeout_s:g} s after arrival"
             raise RequestTimedOut(message) from None
         yield output
-
-
-async def final_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """Return the last output of a request.
-
-    Raises:
-        GenerationError: the request ended without an output.
-    """
-    latest = None
-    async for output in outputs:
-        latest = output
-    if latest is None:
-        raise GenerationError("the request ended without an answer")
-    return latest
-
-
-class TaskScope:
-    """Context manager that cancels its unfinished tasks on exit."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def start(self, coroutine: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
-        self._tasks.append(task)
-        return task
-
-    async def __aenter__(self) -> TaskScope:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def _in_turn(

@@ -2,9 +2,9 @@
 """Conversion of conversations as clients send them to the form of upstream's models and templates.
 
 Clients send texts in the parts of several APIs. Here all of them become parts of type `text`, and
-a single part becomes a string. A part without text is refused by its path, before upstream's
-models parse it: their errors list every alternative of a union, and some come too late to name the
-path.
+a single part becomes a string. An invalid part is refused with `InvalidParameterError` and its
+path, before upstream's models parse it: their errors list every alternative of a union, and some
+come too late to name the path.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ OF_MESSAGES = frozenset(
 
 
 def read_chat(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
-    """Return the messages of a chat completion, with texts and tool calls in upstream's form.
-
-    Raises:
-        InvalidParameterError: naming the path of the invalid value.
-    """
+    """Return the messages of a chat completion, with texts and tool calls in upstream's form."""
     return [
         {**_read_calls(message, place), "content": _as_content(message["content"])}
         for place, message in _read(messages, field, OF_CHAT)
@@ -44,11 +40,7 @@ def read_chat(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
 
 
 def read_anthropic(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
-    """Return Anthropic's messages, with all texts, also in tool results, as blocks of type `text`.
-
-    Raises:
-        InvalidParameterError: naming the path of the invalid value.
-    """
+    """Return Anthropic's messages; texts, also in tool results, become blocks of type `text`."""
     turns = []
     for place, message in _read(messages, field, OF_MESSAGES):
         content = message["content"]
@@ -59,11 +51,7 @@ def read_anthropic(messages: Any, field: str = "messages") -> list[dict[str, Any
 
 
 def read_texts(content: Any, field: str) -> Any:
-    """Return a content that holds only texts: a string, or a list of parts of type `text`.
-
-    Raises:
-        InvalidParameterError: naming the path of the part that is not a text.
-    """
+    """Return a content that holds only texts: a string, or a list of parts of type `text`."""
     return _read_content(content, field, frozenset())
 
 
@@ -120,10 +108,7 @@ def _read_part(part: Any, field: str, others: Collection[str]) -> dict[str, Any]
 
 
 def _as_content(content: Any) -> Any:
-    """Return a single text as a string.
-
-    Keep several parts, because the template decides how to join.
-    """
+    """Return a single text as a string; several parts stay, because the template joins them."""
     if isinstance(content, list) and not content:
         return ""
     if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
@@ -171,11 +156,7 @@ def _check_function(function: Any, field: str) -> None:
 
 
 def check_call(function: Mapping[str, Any], field: str) -> None:
-    """Refuse a call without a name, or with arguments that are not a string.
-
-    Raises:
-        InvalidParameterError: naming the path.
-    """
+    """Refuse a call without a name, or with arguments that are not a string."""
     _check_text(function, "name", field)
     _check_text(function, "arguments", field, "wanted a string of JSON")
     place, arguments = f"{field}.arguments", function["arguments"]
@@ -209,11 +190,7 @@ def _read_result(block: dict[str, Any], place: str, index: int) -> dict[str, Any
 
 
 def read_items(items: Any, field: str = "input") -> Any:
-    """Return the input of `/v1/responses`: a string, or items with texts in upstream's form.
-
-    Raises:
-        InvalidParameterError: naming the item and the reason.
-    """
+    """Return the input of `/v1/responses`: a string, or items with texts in upstream's form."""
     if isinstance(items, str):
         return items
     if not isinstance(items, list) or not items:

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.bodies import left_out
-from vllm.diffusion.api.choices import (
-    RequestTimedOut,
-    TaskScope,
-    final_output,
-    stream_outputs,
-    wait_for_first,
-)
-from vllm.diffusion.api.events import DONE, event
+from vllm.diffusion.api.choices import RequestTimedOut, stream_outputs
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
     GenerateBody,
@@ -39,6 +32,7 @@ from vllm.diffusion.api.report import (
     trajectories_in,
 )
 from vllm.diffusion.api.schema import check_logprobs
+from vllm.diffusion.api.streams import DONE, TaskScope, event, final_output, wait_for_first
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, requested_spec
@@ -76,14 +70,7 @@ class _Choice:
 
 
 class GenerateHandler:
-    """Handler of `/generate` for one engine.
-
-    Args:
-        engine: the engine's client.
-        validator: decides the parameters of requests to this engine.
-        model_names: names under which the model is served; answers report the first.
-        chat_params: template settings of the server.
-    """
+    """Handler of `/generate` for one engine; answers report the first of `model_names`."""
 
     def __init__(
         self,
@@ -135,8 +122,7 @@ class GenerateHandler:
         return self._response(request_id, choices, list(finals))
 
     async def stream(self, choices: list[_Choice], request_id: str) -> AsyncIterator[str]:
-        """Yield server-sent events: the growing prefix of each answer, the whole answer, then
-        `[DONE]`.
+        """Yield server-sent events: growing prefixes of each answer, the whole answer, `[DONE]`.
 
         Raises:
             RequestTimedOut: HTTP 504, raised before the first event.
@@ -251,11 +237,7 @@ class GenerateHandler:
 
 
 def _request_values(body: GenerateBody) -> dict[str, Any]:
-    """Return the parameters of a body by canonical name; refuse misspelt and unsupported fields.
-
-    Raises:
-        InvalidParameterError: naming the field.
-    """
+    """Return the parameters of a body by canonical name; refuse misspelt and unsupported fields."""
     check_body(body)
     known_fields = GenerateBody.model_fields
     given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in known_fields}
@@ -309,9 +291,7 @@ def _logprobs(completion: Any, decided: DiffusionParams) -> list[TokenLogprob]:
 
 
 def _top(by_token: dict[int, Any], decided: DiffusionParams) -> list[AlternativeToken]:
-    """Return the log probabilities of the named tokens, or of the most likely ones if none is
-    named.
-    """
+    """Return log probabilities of the named tokens, or of the most likely ones if none is named."""
     tokens = decided.logprob_token_ids
     if not tokens:
         tokens = tuple(sorted(by_token, key=lambda token: by_token[token].rank)[: decided.logprobs])

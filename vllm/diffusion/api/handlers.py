@@ -8,15 +8,10 @@ from typing import Any
 
 
 def rebuild_as(handler: Any, kind: type[Any], **attributes: Any) -> Any:
-    """Return a copy of a handler as an instance of `kind`, with the handler's attributes.
+    """Return a copy of a handler as an instance of its subclass `kind`, with changed attributes.
 
     The constructor of `kind` is not called, because it requires all arguments of upstream's
     server.
-
-    Args:
-        handler: upstream's handler, or one of ours; it is not changed.
-        kind: class of the copy, derived from upstream's.
-        attributes: attributes to replace, such as `engine_client`, which runs the requests.
     """
     rebuilt = copy(handler)
     rebuilt.__class__ = kind

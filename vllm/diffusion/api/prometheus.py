@@ -15,8 +15,6 @@ from vllm.diffusion.metrics import (
     METRICS,
     REQUESTS_ABORTED,
     REQUESTS_REFUSED,
-    REQUESTS_WAITING,
-    WAITS_FOR,
     observations_in,
     waiting_in,
 )
@@ -66,13 +64,8 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         self._samples: dict[tuple[str, int, str], Any] = {}
         self.waiting: dict[str, str] = {}
         for metric in METRICS:
-            if metric.label is None and not metric.facts:  # exported from the start, with value 0
-                for engine in engine_indexes:
-                    self._of(metric, engine)
-        for engine in engine_indexes:
-            for reason in WAITS_FOR:
-                self._of(REQUESTS_WAITING, engine, reason)
-        self.refused("engine", 0)
+            if not metric.facts:
+                self._export(metric, engine_indexes)
 
     def record(
         self,
@@ -98,7 +91,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
                     self._of(metric, engine_idx).observe(float(value))
 
     def runs_on(self, build_info: Mapping[str, str]) -> None:
-        """Export the build info of the engine."""
+        """Export the build info of the engine, by label."""
         values = {"model_name": self._model_name, **build_info}
         _collector(BUILD_INFO).labels(*(values[name] for name in BUILD_INFO.labels)).set(1)
 
@@ -106,12 +99,18 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
         """Count a request whose client disconnected."""
         self._of(REQUESTS_ABORTED, 0).inc()
 
-    def refused(self, reason: str, amount: int = 1) -> None:
-        """Count requests that the server refused."""
-        self._of(REQUESTS_REFUSED, 0, reason).inc(amount)
+    def refused(self, reason: str) -> None:
+        """Count a request that the server refused."""
+        self._of(REQUESTS_REFUSED, 0, reason).inc()
 
     def log_engine_initialized(self) -> None:
         """Log nothing; upstream calls this method at start."""
+
+    def _export(self, metric: Metric, engine_indexes: list[int]) -> None:
+        """Export the samples of a metric that exist from the start, with value 0."""
+        for engine in engine_indexes if metric.per_engine else (0,):
+            for value in metric.label_values or ("",):
+                self._of(metric, engine, value)
 
     def _of(self, metric: Metric, engine: int, label: str = "") -> Any:
         key = (metric.name, engine, label if metric.label else "")
@@ -124,12 +123,7 @@ class DiffusionStatLogger(AggregateStatLoggerBase):
 
 
 def install(engine: EngineClient, build_info: Mapping[str, str]) -> None:
-    """Make the engine's client record our metrics too, unless statistics are disabled.
-
-    Args:
-        engine: the client.
-        build_info: build info of the engine, by label.
-    """
+    """Make the engine's client record our metrics too, unless statistics are disabled."""
     manager = getattr(engine, "logger_manager", None)
     _installed.clear()
     if manager is not None:

@@ -44,9 +44,7 @@ class DiffusionRenderer(HfRenderer):
             raise _refusal(error, messages, params) from None
 
     def _with_tools(self, messages: Any, params: Any) -> tuple[list[Any], Any]:
-        """Check messages and arguments, and add tools to the messages if the template does not
-        list them.
-        """
+        """Check messages and arguments; add tools to the messages if the template lists none."""
         _check(messages, params)
         given = params.chat_template_kwargs
         template = resolve_chat_template(

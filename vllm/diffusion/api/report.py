@@ -13,7 +13,7 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 
 class DiffusionReport(BaseModel):
@@ -118,9 +118,7 @@ _REPLACED_BY = {
 
 
 def trajectories_in(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None] | None:
-    """Return the trajectories of answers, with null for an aborted answer, or None if there are
-    none.
-    """
+    """Return the trajectories, with null for an aborted answer, or None if there are none."""
     trajectories = [m.get("trajectory") for m in messages]
     return trajectories if any(trajectories) else None
 
@@ -192,7 +190,7 @@ class CanvasState(BaseModel):
 
     @classmethod
     def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
-        """Convert an `engine.messages.CanvasView` from its packed form."""
+        """Convert an `core.canvas_view.CanvasView` from its packed form."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
         guessed = packed.get("guessed")
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
@@ -212,8 +210,7 @@ def timeout_in(message: Mapping[str, Any]) -> str | None:
 
 
 def reports_by_choice(output: RequestOutput) -> dict[int, dict[str, Any]]:
-    """Return the scheduler's message about each choice of an output: a report, a canvas or an
-    error.
+    """Return the scheduler's message about each choice: a report, a canvas or an error.
 
     Upstream has one slot per output. It contains a list if `choices` has joined several answers in
     one output.
@@ -224,3 +221,12 @@ def reports_by_choice(output: RequestOutput) -> dict[int, dict[str, Any]]:
     if isinstance(message, list):
         return dict(enumerate(message))
     return {output.outputs[0].index: message}
+
+
+def add_stop_string(report: dict[str, Any], completion: CompletionOutput, length: int) -> None:
+    """Add the effect of a stop string to the report's trajectory, if it has one.
+
+    The engine does not process stop strings. `length` is the number of the answer's tokens.
+    """
+    if "trajectory" in report and isinstance(completion.stop_reason, str):
+        report["trajectory"] |= {"stop_length": length, "finish_reason": "stop"}

@@ -21,8 +21,6 @@ class Buffer(NamedTuple):
 
     Attributes:
         name: name, unique within a step.
-        shape: shape of a row.
-        dtype: dtype of the numbers.
         is_temporary: whether PyTorch allocates the buffer and the pool only counts it; otherwise
             the pool allocates it.
     """

@@ -14,11 +14,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def check_card(device: torch.device) -> None:
-    """Refuse a GPU that cannot run our kernels.
-
-    Raises:
-        ServerConfigError: its compute capability is too low.
-    """
+    """Refuse a GPU whose compute capability is too low for our kernels."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MIN_CAPABILITY:
         raise ServerConfigError(

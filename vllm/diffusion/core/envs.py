@@ -45,10 +45,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def _size(name: str) -> int | None:
-    """Return a number of bytes, such as 2097152, 2MiB, 2M (the same) or 2MB (2,000,000).
-
-    None means that the variable is not set.
-    """
+    """Return bytes, such as 2097152, 2MiB, 2M (the same) or 2MB (2,000,000); None if not set."""
     value = os.environ.get(name)
     if value is None or value == "":
         return None
@@ -101,8 +98,7 @@ def host_cache_size_bytes() -> int | None:
 
 
 def fuses_commits() -> bool:
-    """VLLM_DLLM_COMMIT_FUSION=0: store a finished block's keys and values in a separate forward
-    pass.
+    """VLLM_DLLM_COMMIT_FUSION=0: store keys and values of a finished block in its own forward pass.
 
     By default, block-causal families store them in the first forward pass of the next block.
     """
@@ -147,10 +143,7 @@ def receive_timeout_s() -> int:
 
 
 def max_silence_s() -> int:
-    """DLLM_MAX_SILENCE_S: seconds without an answer from the engine until the server is not ready.
-
-    The default is 30.
-    """
+    """DLLM_MAX_SILENCE_S: seconds without an engine's answer until not ready (default 30)."""
     return _positive_int("DLLM_MAX_SILENCE_S") or 30
 
 
@@ -178,11 +171,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
 
 
 def check() -> None:
-    """Read every variable.
-
-    Raises:
-        ServerConfigError: naming the first variable with an unusable value.
-    """
+    """Read every variable; refuse the first one with an unusable value."""
     for read in VARIABLES.values():
         read()
 

@@ -183,9 +183,7 @@ def _packed(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Scheme:
 
 
 def _blocks(block: Any, scale_name: str, ignored: tuple[str, ...]) -> Scheme:
-    """Read the scheme of blocks; rows stay in the model dtype, even if the checkpoint requests
-    fp8.
-    """
+    """Read the scheme of blocks; rows keep the model dtype, even if the checkpoint requests fp8."""
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) for b in block)):
         raise _refused("weight_block_size", block, "two numbers, rows and columns")
     return BlockScheme((block[0], block[1]), scale_name, ignored)

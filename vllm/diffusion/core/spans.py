@@ -54,9 +54,7 @@ class Span(NamedTuple):
         return self.kv_end - self.kv_start
 
     def keys_read_by(self, query: int) -> int:
-        """Return the number of keys, from the first, that a query reads; queries count from
-        `q_start`.
-        """
+        """Return how many of the first keys a query reads; queries count from `q_start`."""
         if not self.block_length:
             return self.num_keys
         block = (self.first + query) // self.block_length
@@ -74,9 +72,7 @@ class PageTable(NamedTuple):
     size: int  # rows of a page
 
     def rows_of(self, start: int, end: int) -> Tensor:
-        """Return the rows [end - start] int32 of keys `start` to `end`; `start` is the start of a
-        page.
-        """
+        """Return rows [end - start] int32 of keys `start` to `end`; a page starts at `start`."""
         pages = self.rows[start // self.size : -(-end // self.size), None]
         rows = pages + torch.arange(self.size, dtype=torch.int32, device=pages.device)
         return rows.flatten()[: end - start]

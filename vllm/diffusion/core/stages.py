@@ -54,9 +54,7 @@ def _each(names: Iterable[str], dtype: torch.dtype, *shape: int) -> Listed:
 
 
 def residual(dtype: torch.dtype, hidden_size: int, head_groups: int = 1) -> Listed:
-    """Residual stream before a layer; with several groups of heads, also with earlier groups
-    added.
-    """
+    """Residual stream before a layer; with several head groups, also with earlier groups added."""
     return _each(("x", "updated x")[:head_groups], dtype, hidden_size)
 
 

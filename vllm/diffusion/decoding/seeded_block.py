@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 class ThinkingBudget:
-    """The position at which a request's thinking is ended, unless the model ends it earlier.
-
-    Args:
-        params: parameters of the request.
-        prompt_length: number of tokens before the canvas.
-    """
+    """The position at which a request's thinking is ended, unless the model ends it earlier."""
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         self.begin_id, self.end_id = params.think_ids or (-1, -1)

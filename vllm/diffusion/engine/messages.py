@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.core.canvas_view import CanvasView
     from vllm.diffusion.core.trajectory import Trajectory
     from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
     from vllm.diffusion.memory import Rates
@@ -51,28 +52,6 @@ class NewPages:
 
     page_ids: list[int]
     num_kept: int | None = None
-
-
-@dataclass(frozen=True)
-class CanvasView:
-    """The canvas of N positions after a forward; packed, as it crosses processes in every step.
-
-    Attributes:
-        step: number of the step, from 1.
-        token_ids: N int32, little-endian: the committed token, else the latest proposal, else the
-            mask token.
-        committed: N bytes, 1 where the token is committed.
-        confidence: N fp32, little-endian: the model's probability of the token in the forward that
-            proposed it; NaN if no forward has proposed it.
-        guessed: N bytes, 1 where an accepted draft committed the token; None for requests without
-            drafts.
-    """
-
-    step: int
-    token_ids: bytes
-    committed: bytes
-    confidence: bytes
-    guessed: bytes | None = None
 
 
 @dataclass(frozen=True)

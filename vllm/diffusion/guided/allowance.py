@@ -26,11 +26,7 @@ class CancelledError(Exception):
 
 
 class Allowance:
-    """Limits the work of one compilation, which any thread may cancel.
-
-    Args:
-        work: operations that the compilation may use.
-    """
+    """Limits the operations and the time of one compilation, which any thread may cancel."""
 
     def __init__(self, work: int = MAX_WORK) -> None:
         self._work, self._left = work, work

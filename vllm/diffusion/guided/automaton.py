@@ -63,10 +63,6 @@ class Automaton:
 def build(node: Node, allowance: Allowance | None = None) -> Automaton:
     """Compile an expression to its automaton.
 
-    Args:
-        node: the expression.
-        allowance: limits the work; None uses a default.
-
     Raises:
         TooLargeError: it has too many parts or states; the message names its largest repetition.
     """

@@ -109,8 +109,7 @@ class DeviceStep:
         self._tokens = torch.empty(shape, dtype=torch.int32, device=device)
 
     def read(self, logits: torch.Tensor, first_column: int) -> None:
-        """Read whole rows [r, V] of logits, which are the step's sample rows from `first_column`
-        on.
+        """Read whole rows [r, V] of logits: sample rows of the step, from `first_column` on.
 
         Rows of other requests are skipped.
         """

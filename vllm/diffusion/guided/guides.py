@@ -132,11 +132,7 @@ def spec_of_format(given: Any) -> Spec | None:
 
 
 def requested_spec(response_format: Any, structured_outputs: Any) -> Spec | None:
-    """Return the format from the two fields, of which at most one may request a format.
-
-    Raises:
-        InvalidParameterError: both request a format, or a format is unknown.
-    """
+    """Return the format from the two fields, of which at most one may request a format."""
     spec, other = spec_of_format(response_format), spec_of(structured_outputs)
     if spec is not None and other is not None:
         raise InvalidParameterError(
@@ -282,9 +278,6 @@ class Guides:
 
         If the caller is cancelled and no other request waits for the format, the compilation is
         cancelled.
-
-        Raises:
-            InvalidParameterError: see `guide`.
         """
         with self._lock:
             guide = self._known(spec)
@@ -421,11 +414,7 @@ def forced(automaton: Automaton) -> bytes:
 
 
 def check_room(guide: Guide, spec: Spec, room: int, name: str) -> None:
-    """Refuse a canvas that is too short for any answer of a language.
-
-    Raises:
-        InvalidParameterError: with the minimum length.
-    """
+    """Refuse a canvas that is too short for any answer; the error has the minimum length."""
     if guide.least_tokens > room:
         raise InvalidParameterError(
             name,
@@ -457,9 +446,5 @@ def unpacked(given: Any) -> Spec:
 
 
 def spec_of_tools(tools: Tools) -> Spec:
-    """Return the spec of calls of functions.
-
-    Raises:
-        InvalidParameterError: it is too long.
-    """
+    """Return the spec of calls of functions; refuse one that is too long."""
     return _spec("tools", list(tools), "tools")

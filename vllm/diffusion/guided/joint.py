@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +15,25 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
 from vllm.diffusion.core.samples import Samples
-from vllm.diffusion.guided.open_window import OPEN, CandidateRows, choose, num_uniform, read
+from vllm.diffusion.guided.language import Language
+from vllm.diffusion.guided.open_window import (
+    OPEN,
+    CandidateRows,
+    OpenWindow,
+    choose,
+    num_uniform,
+    read,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm.diffusion.guided.device import DeviceStep
-    from vllm.diffusion.guided.language import Language
-    from vllm.diffusion.guided.open_window import OpenWindow
     from vllm.diffusion.ops import Array
 
+_ROWS = 2  # rows of each choice that compiles kernels
+# Kernels are specialised by the number of a state's edges, rounded up to a power of two.
+_EDGES = (16, 32, 64)
 # Triton's interpreter runs the GPU's code in tests.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -199,3 +208,41 @@ def _put_logprobs(samples: Samples[torch.Tensor], logprobs: torch.Tensor, num_to
     ):
         value.copy_(logprobs)
         rank.copy_(ranks)
+
+
+def kernel_calls(
+    vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """Yield joint choices, each of which compiles kernels that the others do not.
+
+    Logits have `dtype`, and edited logits are fp32.
+    """
+    for temperature in (0.0, 1.0):
+        for kind, edges in ((dtype, _EDGES), (torch.float32, _EDGES[:1])):
+            for num_edges in edges:
+                language = _any_tokens(vocab_size, num_edges)
+                yield partial(_choose_zeros, language, temperature, kind, device)
+
+
+def _any_tokens(vocab_size: int, num_edges: int) -> Language:
+    """Return the language of all strings, which the last token ends; most edges are unused."""
+    of_token = np.zeros(vocab_size, dtype=np.int16)
+    of_token[-1] = 1
+    edges = np.full((2, num_edges), 2, dtype=np.int32)
+    targets = np.zeros((2, num_edges), dtype=np.int32)
+    edges[0, :2], targets[0, :2] = (0, 1), (0, 1)
+    starts, members = np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int16)
+    return Language(of_token, starts, members, edges, targets, np.zeros(2, dtype=np.int32))
+
+
+def _choose_zeros(
+    language: Language, temperature: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Choose for rows of zeros."""
+    window = OpenWindow(0, 0, np.full(_ROWS, OPEN, dtype=np.int32), 0)
+    joint = Joint(language, window, temperature, 0, 0, is_tempered=False, sets_scores=True)
+    gather([joint], [_ROWS])
+    logits = torch.zeros(_ROWS, len(language.class_of_token), dtype=dtype, device=device)
+    positions = torch.arange(_ROWS, device=device)
+    read_all(logits, [(joint, slice(0, _ROWS), positions)])
+    choose_all(Samples(torch.zeros(3, _ROWS, dtype=torch.float64, device=device)), [joint])

@@ -61,9 +61,7 @@ def _gumbel(step, position, column, seed_low, seed_high, PURPOSE: tl.constexpr):
 
 @triton.jit
 def _place_of(fields, position):
-    """Return step, canvas position and seed of a position, which are the keys of its random
-    numbers.
-    """
+    """Return step, canvas position and seed: the keys of a position's random numbers."""
     at = tl.load(fields + 17) + position - tl.load(fields + 9)
     return tl.load(fields + 16), at, tl.load(fields + 14), tl.load(fields + 15)
 

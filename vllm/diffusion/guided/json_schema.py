@@ -103,9 +103,7 @@ def from_schema(schema: Any, place: str = "", allowance: Allowance | None = None
     """Return the expression of the JSON that a schema allows.
 
     Args:
-        schema: the schema.
         place: its position in what the client sent, as a JSON pointer.
-        allowance: limits the work; None uses a default.
 
     Raises:
         SchemaError: naming the keyword that cannot be enforced, and its position.
@@ -477,7 +475,5 @@ def _constants(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _value_types(types: Iterable[str]) -> set[str]:
-    """Return the types with "integer" replaced by "number", so that each value has exactly one
-    type.
-    """
+    """Return the types with "number" for "integer", so that each value has exactly one type."""
     return {"number" if kind == "integer" else kind for kind in types}

@@ -145,9 +145,7 @@ class Language:
 
     @cached_property
     def _sets_of_class(self) -> tuple[Array, Array]:
-        """The sets that each class belongs to, ordered by class, and the start of each class's
-        sets.
-        """
+        """The sets of each class, ordered by class, and the start of each class's sets."""
         order = np.argsort(self.set_members, kind="stable")
         starts = np.searchsorted(self.set_members[order], np.arange(self.num_classes + 1))
         sets = np.searchsorted(self.set_starts, order, side="right") - 1
@@ -187,14 +185,7 @@ _NAMES = tuple(field.name for field in fields(Language))
 def over_tokens(
     automaton: Automaton, vocabulary: Vocabulary, ends: Ends, allowance: Allowance | None = None
 ) -> Language:
-    """Convert an automaton over bytes to a language over tokens, including tokens after the
-    answer.
-
-    Args:
-        automaton: automaton over bytes.
-        vocabulary: the bytes of tokens.
-        ends: tokens that end an answer.
-        allowance: limits the work; None uses a default.
+    """Convert an automaton over bytes to a language over tokens, with tokens after the answer.
 
     Raises:
         TooLargeError: it exceeds a limit; the message contains the numbers.

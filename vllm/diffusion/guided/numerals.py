@@ -104,9 +104,7 @@ def _between(minimum: int | None, maximum: int | None, places: int) -> Node:
 
 
 def _digits(minimum: int, maximum: int | None, places: int) -> Node:
-    """Return non-negative numbers, with a point before the last `places` digits; None is
-    unbounded.
-    """
+    """Return numbers from 0, with a point before the last `places` digits; None is unbounded."""
     if maximum is None:
         maximum = 10 ** max(OPEN_DIGITS + places, len(str(minimum))) - 1
     options, shortest = [], places + 1
@@ -120,9 +118,7 @@ def _digits(minimum: int, maximum: int | None, places: int) -> Node:
 
 
 def _of_equal_length(low: str, high: str, before: int) -> Node:
-    """Return the digits from `low` to `high`, with a point after the first `before` digits, if any
-    follow.
-    """
+    """Return digits `low` to `high`; a point follows the first `before` digits if more follow."""
     if not low:
         return Then()
     point = text("." if before == 0 else "")

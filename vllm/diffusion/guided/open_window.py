@@ -84,10 +84,8 @@ def read(
     within its set.
 
     Args:
-        language: the language.
         logits: [R, V] floats.
         uniform: [R, `num_uniform`] numbers in (0, 1), if temperature is above 0.
-        temperature: temperature of the draw.
         is_tempered: whether log probabilities are computed at the temperature, too.
     """
     segments, num_classes = language.segments, language.num_classes
@@ -174,9 +172,7 @@ def can_be_completed(language: Language, window: OpenWindow) -> bool:
 def _set_weights(
     language: Language, window: OpenWindow, weights: Array, *, is_drawn: bool
 ) -> Array:
-    """Return the weight of each set at each position, [n, S + 1] float64; the last column is no
-    set.
-    """
+    """Return the weight of each set at each position, [n, S + 1] float64; the last is no set."""
     sums = np.zeros((len(window.kinds), language.num_sets + 1))
     members, starts = language.set_members, language.set_starts[:-1]
     rows, step = (window.kinds == OPEN).nonzero()[0], max(_CELLS_AT_ONCE // len(members), 1)

@@ -159,9 +159,7 @@ def _members(items: list[Any]) -> list[Range]:
 
 
 def _category(name: str, *, widest: bool) -> list[Range]:
-    """Return the characters that all definitions of a category include, or `widest`: any
-    definition.
-    """
+    """Return a category's characters by all of its definitions, or if `widest` by any of them."""
     *_, kind = name.split("_")
     is_other = "NOT" in name
     ranges = _widest(kind) if widest != is_other else _CATEGORIES[kind]

@@ -54,9 +54,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Multiple:
-    """A decimal number without sign or leading zeros that is a multiple of `factor`, including
-    zero.
-    """
+    """A decimal multiple of `factor`, including zero, without sign or leading zeros."""
 
     factor: int
 

@@ -105,9 +105,7 @@ def _spelling(tokenizer: Any) -> Any:
 
 
 def _symbols() -> dict[str, int]:
-    """Map the characters of byte-level BPE to bytes; unprintable bytes have characters from 256
-    on.
-    """
+    """Map characters of byte-level BPE to bytes; unprintable bytes have characters from 256 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     symbols = {chr(byte): byte for byte in plain}

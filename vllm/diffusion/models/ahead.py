@@ -20,7 +20,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
-from vllm.diffusion.guided import any_tokens
+from vllm.diffusion.guided import joint
 from vllm.diffusion.layers.split_attention import split_attention
 from vllm.logger import init_logger
 
@@ -45,10 +45,6 @@ def compile_ahead(model: DiffusionModel, device: torch.device) -> None:
     """Compile the Triton kernels of all steps, by calling them.
 
     A failure is only logged; the step that needs the kernel reports it.
-
-    Args:
-        model: the loaded model, on a GPU.
-        device: GPU to compile for.
     """
     calls = list(kernel_calls(model, device))
     if not calls:
@@ -77,7 +73,7 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
         for max_keys, is_paged, has_blocks in product(_ATTENDED_KEYS, (False, True), grids):
             variant = {"is_paged": is_paged, "has_blocks": has_blocks}
             yield functools.partial(_attend, model, device, max_keys, **variant)
-    yield from any_tokens.kernel_calls(model.vocab_size, model.dtype, device)
+    yield from joint.kernel_calls(model.vocab_size, model.dtype, device)
     zeros = functools.partial(torch.zeros, dtype=model.dtype, device=device)
     for rows in _HEAD_ROWS:
         x = zeros(rows, model.hidden_size)

@@ -108,12 +108,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_foreign(values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse keys that affect other models' forward passes, unless a class reads them.
-
-    Raises:
-        ModelConfigError: names the key, its value and the accepted values.
-        ModelConfigError: naming the key, its value and what would be accepted.
-    """
+    """Refuse keys that affect other models' forward passes, unless a class reads them."""
     if any(kind != OUR_LAYERS for kind in values.get("layer_types") or ()):
         refuse(values, "layer_types", f'only "{OUR_LAYERS}" is supported')
     for key in values.keys() & NEUTRAL.keys() - {*known}:

@@ -55,9 +55,6 @@ class LLaDAConfig(DiffusionConfig):
 
     After construction `embedding_size` (rows of the embedding and of the head), `n_kv_heads`,
     `mlp_hidden_size` and `head_dim` are integers: null has been resolved.
-
-    Raises:
-        ModelConfigError: names the key, its value and the accepted values.
     """
 
     model_type: ClassVar[str] = "llada"

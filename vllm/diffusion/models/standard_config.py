@@ -45,9 +45,6 @@ class StandardConfig(DiffusionConfig):
         ONLY: options with a single supported value.
         SIZES: keys whose values are whole numbers of at least 1.
         HARMLESS: further keys of the family's files that do not affect the forward pass.
-
-    Raises:
-        ModelConfigError: names the key, its value and the accepted values.
     """
 
     HARMLESS: ClassVar[tuple[str, ...]] = ("sliding_window",)

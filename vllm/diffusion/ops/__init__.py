@@ -3,7 +3,7 @@
 
 from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
-from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy
+from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy, without_columns
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
     DenseExperts,
@@ -134,4 +134,5 @@ __all__ = [
     "to_device",
     "token_logprobs",
     "use_scheme",
+    "without_columns",
 ]

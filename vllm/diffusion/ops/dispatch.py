@@ -123,9 +123,7 @@ def card_of(device: torch.device) -> DeviceInfo:
 
 
 def _portable(num_rows: int, card: DeviceInfo) -> Tiling | None:
-    """Return the tiling for a GPU without its own kernels, or None if the portable one is
-    unsuitable.
-    """
+    """Return the portable tiling for a GPU without its own kernels, or None if it is unsuitable."""
     is_few = 0 < num_rows <= _PORTABLE_ROWS
     return PORTABLE if is_few and card.tier is KernelTier.PORTABLE else None
 
@@ -133,13 +131,9 @@ def _portable(num_rows: int, card: DeviceInfo) -> Tiling | None:
 def linear_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
-    """Return a tiling of `fused_linear` that keeps nearly all multiprocessors busy; None for
-    cuBLAS.
+    """Return a tiling of `fused_linear` that keeps nearly all multiprocessors busy, or None.
 
-    Args:
-        num_rows, num_columns, depth: sizes of the product.
-        gated: whether silu(gate) * up is computed.
-        card: the device, as returned by `card_of`.
+    None selects cuBLAS. A gated product computes silu(gate) * up.
     """
     skinny = _SKINNY_GATED if gated else _SKINNY
     return _tiling(skinny, num_rows, num_columns, depth, card, gated=gated)
@@ -148,10 +142,7 @@ def linear_tiling(
 def fp8_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
-    """Return a tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS.
-
-    Arguments are those of `linear_tiling`.
-    """
+    """Return a tiling of `fused_linear_fp8`, whose stages are twice as deep; None for cuBLAS."""
     skinny = _SKINNY_GATED_FP8 if gated else _SKINNY_FP8
     return _tiling(skinny, num_rows, num_columns, depth // 2, card, gated=gated)
 
@@ -175,9 +166,7 @@ def _tiling(
 
 
 def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:
-    """Return the first tiling of a gated product, for any number of rows, whose tiles fill the
-    GPU.
-    """
+    """Return the first tiling of a gated product whose tiles fill the GPU, for any row count."""
     multiprocessors = card.multiprocessors
     if card.tier is not KernelTier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
         return None
@@ -200,9 +189,7 @@ def packed_tiling(
     multiprocessor computes one tile after the other, or None if unpacking and cuBLAS are faster.
 
     Args:
-        num_rows, num_columns, depth: sizes of the product.
         group: numbers that share a scale.
-        card: the device, as returned by `card_of`.
     """
     if num_rows == 0 or card.tier is not KernelTier.HOPPER:
         return _portable(num_rows, card)
@@ -254,12 +241,6 @@ def slice_columns(
     """Return the columns of a slice when a product is computed slice by slice.
 
     The number minimises the time of all launches, whose last wave may leave multiprocessors idle.
-
-    Args:
-        num_rows, num_columns, depth: sizes of the product.
-        max_columns: maximum number of columns of a slice.
-        tiling: tiling of the kernel that multiplies.
-        card: the device, as returned by `card_of`.
     """
     tiles, row_tiles = ceil(num_columns / tiling.columns), ceil(num_rows / tiling.rows)
     multiprocessors = card.multiprocessors

@@ -37,7 +37,7 @@ def most_likely(
     if not whole_rows:
         return _most_likely_sharded(logits, noisy, first_column, local, dtype)
     token = noisy.argmax(dim=-1)
-    probabilities = torch.softmax(_without(logits, local).to(dtype), dim=-1)
+    probabilities = torch.softmax(without_columns(logits, local).to(dtype), dim=-1)
     return token, probabilities.gather(1, token[:, None])[:, 0].nan_to_num(0.0)
 
 
@@ -51,7 +51,8 @@ def negative_entropy(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return sum p log(p + epsilon) of every row, [R] in `dtype`; arguments: see `most_likely`."""
-    kept = _without(logits, _local_columns(excluded, first_column, logits.shape[1])).to(dtype)
+    local = _local_columns(excluded, first_column, logits.shape[1])
+    kept = without_columns(logits, local).to(dtype)
     if whole_rows:
         p = torch.softmax(kept, dim=-1)
         return (p * torch.log(p + epsilon)).sum(dim=-1)
@@ -65,7 +66,8 @@ def _local_columns(tokens: tuple[int, ...], first: int, count: int) -> tuple[int
     return tuple(token - first for token in tokens if first <= token < first + count)
 
 
-def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
+def without_columns(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
+    """Return `logits` [R, C] with -inf in some columns, as a copy if there are any."""
     if not columns:
         return logits
     logits = logits.clone()
@@ -76,9 +78,7 @@ def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
 
 
 def whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and the sum of exp [R, 1] over all ranks' columns, from this rank's [R,
-    C].
-    """
+    """Return maximum and sum of exp [R, 1] over all ranks' columns, from this rank's [R, C]."""
     top = kept.amax(dim=-1, keepdim=True)
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
     tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)
@@ -98,7 +98,7 @@ def _most_likely_sharded(
     Five numbers per row are exchanged: noisy maximum, token, its logit, maximum and sum of exp.
     """
     best, token = noisy.double().max(dim=-1)
-    kept = _without(logits, excluded).double()
+    kept = without_columns(logits, excluded).double()
     chosen = kept.gather(1, token[:, None])[:, 0]
     mine = torch.stack([best, (token + first_column).double(), chosen], dim=-1)
     ranks = tensor_parallel().gather(mine).transpose(0, 1)

@@ -99,7 +99,6 @@ class PackedExperts(NamedTuple):
 
     Attributes:
         packed: [E * N, K].
-        num_experts: number of experts E.
     """
 
     packed: Packed

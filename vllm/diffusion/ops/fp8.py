@@ -221,9 +221,7 @@ class Fp8Projection(Projection):
     def gated(
         self, x: Tensor | QuantisedRows, out: Tensor | QuantisedRows, scratch: Buffers
     ) -> None:
-        """Run one kernel, and one more to quantise; without a tiling, store the product in
-        between.
-        """
+        """Run one kernel, then one that quantises; without a tiling, store the product between."""
         x = self._quantised(x, scratch)
         num_rows, num_columns = len(x.values), len(self._weight)
         tiling = None if self._bias is not None else self._tiling(num_rows, is_gated=True)

@@ -106,8 +106,7 @@ class SchemeConfig(QuantizationConfig):
         return OrderedMethod(scheme) if scheme.has_order else PackedCheckpointMethod(scheme)
 
     def ignores(self, path: str) -> bool:
-        """Return whether a module is not quantised; for a fused module, whether none of its parts
-        is.
+        """Return whether a module, or every part of a fused module, is not quantised.
 
         Raises:
             ServerConfigError: only some of the parts are quantised.
@@ -138,10 +137,6 @@ def _is_meant(entry: str, path: str) -> bool:
 
 def use_scheme(vllm_config: VllmConfig, *, has_fp8_head: bool) -> None:
     """Configure upstream to use our methods for our quantisation schemes.
-
-    Args:
-        vllm_config: configuration of the engine.
-        has_fp8_head: whether the output head is quantised, too.
 
     Raises:
         ServerConfigError: the device, the dtype or the model does not support it.

@@ -128,9 +128,7 @@ def quantise_packed(part: Tensor, packed: Packed) -> None:
 
 
 def _nearest(groups: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of the nearest table entries, and the scales, which are the largest
-    magnitudes.
-    """
+    """Return codes of the nearest table entries, and scales, which are the largest magnitudes."""
     scales = groups.abs().amax(dim=2)
     unit = groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]
     ascending, numbers = table.sort()
@@ -307,9 +305,7 @@ class PackedProjection(Projection):
             yield gate, unpacked((self._packed.rows(gate), self._packed.rows(up)), x.dtype)
 
     def _gated_tiling(self, x: Tensor, out: Tensor) -> Tiling | None:
-        """Return the tiling with which one kernel multiplies slices of gate and up, if there is
-        one.
-        """
+        """Return the tiling with which one kernel multiplies slices of gate and up, or None."""
         if self._bias is not None or not has_fused_linear(x, out):
             return None
         card = dispatch.card_of(x.device)

@@ -192,7 +192,6 @@ class Projection(ABC):
             x: [R, depth], model dtype.
             out: [R, columns / 2] contiguous, written; from `rows` of another projection if both
                 projections quantise.
-            scratch: memory for the computation.
         """
 
     @abstractmethod
@@ -202,7 +201,6 @@ class Projection(ABC):
         Args:
             h: [R, features], model dtype, or as returned by `rows`.
             out: [R, columns] contiguous, model dtype; written.
-            scratch: memory for the computation.
             features: range of `depth`; a part of it requires `can_slice`. The bias is added with
                 the first feature.
         """

@@ -69,9 +69,7 @@ class RankGroup:
         return [text]
 
     def join_board(self) -> HostBoard | None:
-        """Return a board of these ranks if they are several on one host; every rank must call
-        this.
-        """
+        """Return these ranks' board if they are several on one host; every rank must call this."""
         return None
 
 
@@ -161,9 +159,7 @@ class Ranks:
 
     @classmethod
     def join(cls, tensor_size: int, sequence_size: int) -> Ranks:
-        """Return the ranks of this process, after upstream's groups exist; every process must call
-        this.
-        """
+        """Return this process's ranks, after upstream's groups exist; every process must call."""
         size = tensor_size * sequence_size
         engines = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
         tensor = ConnectedGroup(get_tp_group())

@@ -65,10 +65,9 @@ class HostBoard:
 
     @classmethod
     def join(cls, group: distributed.ProcessGroup) -> HostBoard | None:
-        """Return the board of a group, or None if it spans hosts; every process must call this.
+        """Return the board of a process group for objects, or None if the group spans hosts.
 
-        Args:
-            group: process group for objects of the host.
+        Every process of the group must call this.
         """
         rank, size = group.rank(), group.size()
         hosts: list[str] = [""] * size

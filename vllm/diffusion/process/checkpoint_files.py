@@ -34,10 +34,6 @@ _KINDS = {list: "a list", str: "a string", bool: "true or false", type(None): "n
 def check_files(folder: Path, *, has_weights: bool = True) -> None:
     """Refuse a folder with a file that does not have the format of its name.
 
-    Args:
-        folder: the checkpoint.
-        has_weights: whether its weights are read.
-
     Raises:
         ServerConfigError: naming the file, its size and the reason.
     """
@@ -58,8 +54,6 @@ def check_mask_token(folder: Path, config: Mapping[str, Any], name: str | None) 
     """Refuse a checkpoint with a tokenizer if none of its files names the mask token.
 
     Args:
-        folder: the checkpoint.
-        config: its config.json.
         name: the mask token of the family's releases, which the tokenizer may contain.
 
     Raises:

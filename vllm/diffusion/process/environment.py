@@ -64,11 +64,8 @@ def keep_bytecode(*, is_server: bool) -> None:
 
     Compiling takes half of the start: 4,400 modules in each of two processes. It happens if the
     installed packages have no bytecode and cannot get any, because their folder is not writable or
-    `PYTHONDONTWRITEBYTECODE` is set. The bytecode is then stored in a folder of upstream's cache.
-    A user's `PYTHONPYCACHEPREFIX` is kept.
-
-    Args:
-        is_server: whether this program is the server. Its child processes inherit the folder.
+    `PYTHONDONTWRITEBYTECODE` is set. The bytecode is then stored in a folder of upstream's cache,
+    which child processes inherit. A user's `PYTHONPYCACHEPREFIX` is kept.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = os.environ.get("VLLM_CACHE_ROOT") or Path(caches) / "vllm"

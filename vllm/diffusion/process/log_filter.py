@@ -90,9 +90,7 @@ class RenameBanner(logging.Filter):
 
 
 class ShortenConfig(logging.Filter):
-    """Shortens the list of an engine's settings (two thousand characters) to settings with an
-    effect.
-    """
+    """Shortens an engine's two thousand characters of settings to the settings with an effect."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith("Initializing a V1 LLM engine"):
@@ -128,9 +126,7 @@ class DropStackTraces(logging.Filter):
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Return whether upstream's first process reports by this error that another process has
-    ended.
-    """
+    """Return whether this error of upstream's first process reports that another process ended."""
     return isinstance(error, RuntimeError) and any(died in str(error) for died in DIED)
 
 

@@ -27,7 +27,7 @@ from vllm.diffusion.request import families
 from vllm.diffusion.request.fields import BY_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 OURS = "vllm.entrypoints.api_server"
 _UPSTREAMS = ("vllm", "vllm.entrypoints.cli.main")  # the installed program, and its module
@@ -101,11 +101,7 @@ _FLAGS = {
 
 
 def check() -> None:
-    """Exit with one line if this program is a server that cannot start; must run before imports.
-
-    Raises:
-        SystemExit: with the line.
-    """
+    """Exit with one line if this program is a server that cannot start; must run before imports."""
     words = server_arguments()
     if words is None or _ONLY_TOLD.intersection(word.partition("=")[0] for word in words):
         return
@@ -237,9 +233,14 @@ def _check_names(words: Sequence[str]) -> None:
             return
         if not word.startswith("--") or name in known or name.removeprefix("no-") in known:
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"did you mean --{near[0]}?" if near else "--help=all lists those that exist"
-        raise ServerConfigError(f"--{name}: unknown; {hint}")
+        raise ServerConfigError(unknown_flag(f"--{name}", [f"--{flag}" for flag in known]))
+
+
+def unknown_flag(flag: str, known: Iterable[str]) -> str:
+    """Return the error message for an unknown flag, with the most similar known flag."""
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]}?" if near else "--help=all lists those that exist"
+    return f"{flag}: unknown; {hint}"
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:

@@ -69,9 +69,7 @@ class LogitEditor:
     Tokens that would end the answer are not counted, because an answer has none before its end.
 
     Args:
-        params: parameters of the request, with edits.
         tokens: [T] int64, sequence of the request before decoding.
-        prompt_length: number of tokens before the canvas.
     """
 
     def __init__(self, params: DiffusionParams, tokens: Array, prompt_length: int) -> None:

@@ -50,7 +50,8 @@ def sample_plain(
     if scoring.is_categorical:
         tokens, scores = draw_categorical(logits.to(dtype), group)
         if scoring.greedy and params.temperature > 0:
-            return ops.Sampled(tokens, scores, _without(logits, group.counted).argmax(-1))
+            kept = ops.without_columns(logits, group.counted)
+            return ops.Sampled(tokens, scores, kept.argmax(-1))
         return ops.Sampled(tokens, scores, tokens)
     whole_rows = logits.shape[1] == vocab_size
     most_likely = partial(
@@ -93,7 +94,7 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
     if group.params.temperature > 0:
         logits = logits / group.params.temperature
     whole, filters = logits, group.filters
-    filtered = logits = _without(whole, group.counted)
+    filtered = logits = ops.without_columns(whole, group.counted)
     if filters is not None:
         removed = ~ops.kept_columns(logits, 1.0, filters)
         filtered = logits.masked_fill(removed, torch.finfo(logits.dtype).min)
@@ -107,16 +108,6 @@ def draw_categorical(logits: torch.Tensor, group: RowGroup) -> tuple[torch.Tenso
     if group.counted or (group.scoring.scores_all and filters is not None):
         probabilities = torch.softmax(whole, dim=-1)
     return tokens, _scores(probabilities, tokens, group.scoring)
-
-
-def _without(logits: torch.Tensor, columns: tuple[int, ...]) -> torch.Tensor:
-    """Return `logits` [R, V] with -inf in some columns, as a copy if there are any."""
-    if not columns:
-        return logits
-    masked = logits.clone()
-    for column in columns:  # indexing with a list would make the host wait for the device
-        masked[:, column] = -torch.inf
-    return masked
 
 
 def _scores(

@@ -59,9 +59,7 @@ async def redoc() -> None:
 def install(app: FastAPI, *, has_keys: bool) -> None:
     """Add the page to the application, unless `--disable-fastapi-docs` is given.
 
-    Args:
-        app: the application.
-        has_keys: whether requests require an API key; the page then asks for the key and sends it.
+    With `has_keys`, the page asks for the API key and sends it.
     """
     if app.openapi_url is None:
         return

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vllm.diffusion.api.bodies import check_text_length
-from vllm.diffusion.api.choices import final_output, stream_outputs
+from vllm.diffusion.api.choices import stream_outputs
 from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS, ScoreClient, ScoreQuery
 from vllm.diffusion.api.protocol import Usage, check_model
 from vllm.diffusion.api.schema import described
+from vllm.diffusion.api.streams import final_output
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.decision import attach

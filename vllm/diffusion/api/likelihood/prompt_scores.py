@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from vllm.diffusion.api.choices import TaskScope, final_output, stream_outputs
+from vllm.diffusion.api.choices import stream_outputs
 from vllm.diffusion.api.report import reports_by_choice
+from vllm.diffusion.api.streams import TaskScope, final_output
 from vllm.diffusion.request.decision import attach
 from vllm.diffusion.request.likelihood import BESIDE_A_SCORE, ScoreRequest, TokenScores
 from vllm.inputs.engine import tokens_input

@@ -186,7 +186,6 @@ def _changed(text: str, report: dict[str, Any], status: int) -> str:
     """Return an event of a stream with Anthropic's ids and error types and the diffusion report.
 
     Args:
-        text: upstream's event.
         report: the diffusion report, which the last event contains.
         status: HTTP status of a failure, which determines its type.
     """

@@ -13,9 +13,9 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.choices import TaskScope
 from vllm.diffusion.api.likelihood.prompt_scores import ScoreClient, ScoreQuery
 from vllm.diffusion.api.report import reports_by_choice
+from vllm.diffusion.api.streams import TaskScope
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.logprobs import Logprob
@@ -92,9 +92,7 @@ class EchoClient:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer's outputs, or one output without an answer, each with the prompt's
-        scores.
-        """
+        """Yield the answer's outputs, or one output without an answer, with the prompt's scores."""
         own_id = f"{request_id}-echo"
         async with TaskScope() as tasks:
             scoring = tasks.start(self._score_client.run(queries, own_id, self._terms, **options))

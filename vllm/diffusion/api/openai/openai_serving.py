@@ -13,8 +13,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut, wait_for_first
-from vllm.diffusion.api.events import DONE, StreamMerger, event
+from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut
 from vllm.diffusion.api.handlers import rebuild_as
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
 from vllm.diffusion.api.openai.echo import EchoClient
@@ -27,6 +26,7 @@ from vllm.diffusion.api.report import (
     reports_by_choice,
     timeout_in,
 )
+from vllm.diffusion.api.streams import DONE, StreamMerger, event, wait_for_first
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, unpacked
@@ -59,12 +59,7 @@ def replace_handler(upstreams: Any, kind: type[Handler], validator: Validator) -
 
 
 class Diffusion:
-    """Base class of the handlers of OpenAI routes.
-
-    Attributes:
-        token_texts: token texts of the server's tokenizer.
-        validator: validator of the engine.
-    """
+    """Base class of the handlers of OpenAI routes."""
 
     token_texts: TokenTexts
     validator: Validator
@@ -92,11 +87,7 @@ class Diffusion:
         await self.validator.compile(spec)
 
     def refuse_template(self, request: Any) -> None:
-        """Refuse a chat template in the request unless the server trusts such templates.
-
-        Raises:
-            InvalidParameterError: naming `chat_template`.
-        """
+        """Refuse a chat template in the request unless the server trusts such templates."""
         given = getattr(request, "chat_template", None)
         if given is not None and not self.online_renderer.trust_request_chat_template:
             wanted = "wanted none, or a server with --trust-request-chat-template"

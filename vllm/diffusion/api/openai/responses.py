@@ -13,12 +13,12 @@ from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
 
 from vllm.diffusion.api.bodies import check_chosen_tool, refuse_canvas
-from vllm.diffusion.api.choices import wait_for_first
 from vllm.diffusion.api.conversations import read_items
 from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
 from vllm.diffusion.api.openai.tool_calls import CallParser, offered
 from vllm.diffusion.api.schema import with_diffusion_fields
+from vllm.diffusion.api.streams import wait_for_first
 from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -141,11 +141,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
 
 
 def _requested_tools(request: Any) -> Tools | None:
-    """Return the tools that the answer may call, and list tools that are not functions as ignored.
-
-    Raises:
-        InvalidParameterError: naming the error in the tools or in the choice.
-    """
+    """Return the tools that the answer may call; list tools that are not functions as ignored."""
     listed = construct_tool_dicts(request.tools, request.tool_choice) or []
     functions = [(tool["function"]["name"], tool["function"]["parameters"]) for tool in listed]
     others = [

@@ -18,7 +18,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from vllm.diffusion.api.events import DONE, event
+from vllm.diffusion.api.streams import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall, ToolCall
@@ -61,9 +61,6 @@ def offered(
         functions: name and parameter schema of each function.
         chosen: the field that names the only allowed function, and its name; None allows all.
         may_answer: whether the answer may be text instead.
-
-    Raises:
-        InvalidParameterError: see `requested_tools`.
     """
     names: dict[str, Any] = {}
     for name, parameters in functions:

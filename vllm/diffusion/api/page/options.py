@@ -24,11 +24,6 @@ COMMON = (
 def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
     """Return the controls of the page.
 
-    Args:
-        model: the facts about the served model.
-        name: name under which it is served.
-        version: version of this project.
-
     Returns:
         `algorithms` by name, each with the description `commits` and with `fields`, its parameters
         and their defaults; `end_ids` holds the tokens that end an answer.

@@ -38,12 +38,7 @@ OPEN_PATHS = frozenset({*_PAGES, *(f"/page/{name}" for name in _FILES)})
 
 
 class Status:
-    """Queries the engine's status, one query at a time; while the engine is busy, the last answer
-    is used.
-
-    Args:
-        engine: the engine's client.
-    """
+    """Queries the engine's status, one query at a time; a busy engine's last answer is used."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine: Any = engine
@@ -132,13 +127,7 @@ async def file(name: str, raw_request: Request) -> Response:
 
 
 def install(app: FastAPI, options: dict[str, Any], status: Status) -> None:
-    """Add the pages to the application.
-
-    Args:
-        app: the application.
-        options: `options.page_options` of the served model.
-        status: status of its engine.
-    """
+    """Add the pages to the application, with the controls that `options.page_options` returns."""
     app.state.diffusion_page_options = options
     app.state.diffusion_status = status
     app.include_router(router)

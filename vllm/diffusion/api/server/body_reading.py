@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # A surrogate as a JSON escape, or as bytes that Python's JSON parser accepts. Most escapes are
 # valid pairs, so a match only means that the parsed body must be checked.
-_MARKS = (b"\\ud", b"\\uD", b"\xed")
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 # Every server accepts texts of this many characters, because `/tokenize` also counts texts that
 # are longer than a prompt.
@@ -96,22 +95,14 @@ def check(body: bytes, max_text_length: int) -> None:
 
 
 def max_text_length(engine: Any) -> int:
-    """Return the maximum number of characters of a prompt, at least `MIN_TEXT_LENGTH`.
-
-    Args:
-        engine: upstream's client.
-    """
+    """Return the maximum number of characters of a prompt, at least `MIN_TEXT_LENGTH`."""
     tokenizer, max_tokens = engine.renderer.tokenizer, engine.model_config.max_model_len
     per_token = 1 if tokenizer is None else int(tokenizer.max_chars_per_token)
     return max(MIN_TEXT_LENGTH, int(max_tokens) * per_token)
 
 
 def fault_of(cause: BaseException | None) -> InvalidParameterError | None:
-    """Return the error of a body that a route could not parse, or None if it is unknown.
-
-    Args:
-        cause: the exception of the JSON parser.
-    """
+    """Return the error of a body from the JSON parser's exception, or None if it is unknown."""
     given: Any
     if isinstance(cause, RecursionError):
         given, wanted = "JSON that is nested too deeply", "wanted less depth, a few hundred levels"

@@ -6,7 +6,6 @@ The defaults are merged into `--additional-config '{"dllm": {...}}'`, which `LLM
 
 from __future__ import annotations
 
-import difflib
 import errno
 import sys
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from vllm.diffusion.api.rendering import parse
 from vllm.diffusion.api.server import lifecycle
 from vllm.diffusion.config import check_settings, server_settings
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.process import preflight
 from vllm.diffusion.process.log_filter import is_loss
 from vllm.diffusion.request import families
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SEE_HELP = "--help=all lists those that exist"
 NO_MODEL = (
     "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
     "download: scripts/make_tiny_model.py makes models/llada-tiny"
@@ -58,8 +57,7 @@ class ServerParser(FlexibleArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is not None:
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.7)
-            self.error(f"{flag}: unknown; {f'did you mean {near[0]}?' if near else SEE_HELP}")
+            self.error(preflight.unknown_flag(flag, self._option_string_actions))
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -132,11 +130,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse values that upstream would accept now and later fail on or ignore.
-
-    Raises:
-        ServerConfigError: naming the argument, the given and the expected value.
-    """
+    """Refuse values that upstream would accept now and later fail on or ignore."""
     for name in args.middleware or []:
         try:
             resolve_obj_by_qualname(name)

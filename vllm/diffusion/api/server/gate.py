@@ -108,8 +108,7 @@ class Gate:
             await self._app(scope, self._limited(receive), send)
 
     def _has_key(self, keys: AuthenticationMiddleware, scope: Scope) -> bool:
-        """Return whether a request has a valid key, in the header of OpenAI's or of Anthropic's
-        clients.
+        """Return whether a request has a valid key, in a header of OpenAI's or Anthropic's clients.
 
         The header is converted to OpenAI's form, the only one that upstream's inner middleware
         supports.
@@ -145,8 +144,7 @@ class Gate:
         return None
 
     def _is_forged(self, method: str, headers: Headers) -> bool:
-        """Return whether a page of another origin sends the request without the browser's
-        permission.
+        """Return whether another origin's page sends the request without the browser's permission.
 
         Browsers ask for permission before they send JSON, but never for a form or an empty body.
         """

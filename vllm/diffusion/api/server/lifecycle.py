@@ -139,9 +139,7 @@ class Lifecycle:
         return self._was_paused
 
     async def _ask(self) -> None:
-        """Query whether the engine is paused, or whether its workers hold steps after a failed
-        update.
-        """
+        """Query whether the engine is paused, or its workers hold steps after a failed update."""
         try:
             paused = await self._engine.is_paused() or any(await self._call_all("holds_steps"))
         except Exception:

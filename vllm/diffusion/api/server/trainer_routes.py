@@ -36,11 +36,7 @@ def attach(app: FastAPI) -> None:
 
 
 async def _check(raw_request: Request) -> None:
-    """Refuse misspelt fields, any unknown field of an abort, and unknown tags.
-
-    Raises:
-        RequestRefused: HTTP 400, naming the field.
-    """
+    """Refuse misspelt fields, any unknown field of an abort, and unknown tags."""
     route = raw_request.scope["route"]
     path, fields = route.path, (*route.dependant.query_params, *route.dependant.body_params)
     known = {field.alias for field in fields} | _READ.get(path, set())

@@ -44,9 +44,7 @@ OF_PREFIXES = frozenset(
 def warn_about_unused_arguments(args: Namespace, *, has_prefixes: bool = False) -> None:
     """Log one line with the arguments without effect that were set.
 
-    Args:
-        args: arguments of the server.
-        has_prefixes: whether requests of the model's family can share prefixes.
+    `has_prefixes` is whether requests of the model's family can share prefixes.
     """
     without = WITHOUT_EFFECT if has_prefixes else WITHOUT_EFFECT | OF_PREFIXES
     given = sorted(without & get_non_default_args(args).keys())
@@ -71,13 +69,9 @@ def log_welcome(
     """Log five lines; the last one is a command that sends a request.
 
     Args:
-        args: arguments of the server.
-        family: family of the served model.
         longest: prompt and canvas of the longest request, in tokens.
         limits: maximum number of concurrent requests, and of rows of a shared step.
         own_length: length in tokens from the checkpoint's config.json.
-        has_template: whether there is a chat template.
-        has_page: whether the server has its web pages.
         engine_ready_at: time.time() when the engine had started.
     """
     logger.info("started in %s", durations(engine_ready_at))

@@ -83,13 +83,13 @@ class FirstForwards(StepGuest):
                 return None
             self._runner.pages.copy(new.req_id, new.prompt_of)
         rows = SampleRows(self._runner.batch_of([canvas]))
-        sampled = self._sampled(rows, new)
+        sampled = self.sampled(rows, new)
         if sampled is None:
             return None
         (candidates,) = rows.candidates_of(ops.HostCopy(sampled))
         return candidates
 
-    def _sampled(self, rows: SampleRows, new: NewCanvas) -> Tensor | None:
+    def sampled(self, rows: SampleRows, new: NewCanvas) -> Tensor | None:
         """Sample a request's first forward from the hidden states of another request.
 
         Args:

@@ -113,7 +113,7 @@ class LongStepRunner(StepGuest):
         canvas = self._runner.canvases[part.req_id]
         if paused is None or not self._can_continue(paused, canvas):
             self._drop()
-            paused = self._begin(canvas, part)
+            paused = self.begin(canvas, part)
         self._pool.reset_peak()
         watch = _Stopwatch(self._runner.device)
         done_s, sampled = self._advance(paused, part.seconds)
@@ -141,7 +141,7 @@ class LongStepRunner(StepGuest):
     def _layout_of(self, canvas: BatchItem) -> int | None:
         return None if canvas.window.cache is None else self._caches.layout_version
 
-    def _begin(self, canvas: Canvas, part: StepSlice) -> _SlicedStep:
+    def begin(self, canvas: Canvas, part: StepSlice) -> _SlicedStep:
         """Begin a step of one request, without computing any chunk; no other step may be paused."""
         batch, plan, planner_us = self._runner.planned([canvas], part.seconds)
         rows = SampleRows(batch)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.diffusion.core.canvas_view import CanvasView
 from vllm.diffusion.core.logprobs import Logprobs
-from vllm.diffusion.engine.messages import CanvasView
 from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
 from vllm.v1.outputs import LogprobsLists
 

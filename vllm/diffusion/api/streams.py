@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events, with canvases between the chunks of an answer.
-
-A slow or stalled reader does not block the engine. For every choice only the latest canvas is
-kept, older canvases are dropped, and upstream joins deltas that were not fetched.
-"""
+"""Streams of outputs and of server-sent events."""
 
 from __future__ import annotations
 
@@ -13,9 +9,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.report import reports_by_choice, timeout_in
+from vllm.exceptions import GenerationError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from vllm.outputs import RequestOutput
 
@@ -28,8 +25,63 @@ def event(data: str) -> str:
 DONE = event("[DONE]")
 
 
+async def wait_for_first(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Wait for the first event, then return a generator of all events.
+
+    An error before the first event is raised here, so that it can be answered with its own status.
+    """
+    first = await anext(events, None)
+
+    async def remaining() -> AsyncGenerator[str, None]:
+        async with aclosing(events):
+            if first is not None:
+                yield first
+            async for data in events:
+                yield data
+
+    return remaining()
+
+
+async def final_output(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """Return the last output of a request.
+
+    Raises:
+        GenerationError: the request ended without an output.
+    """
+    latest = None
+    async for output in outputs:
+        latest = output
+    if latest is None:
+        raise GenerationError("the request ended without an answer")
+    return latest
+
+
+class TaskScope:
+    """Context manager that cancels its unfinished tasks on exit."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, coroutine: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
+        self._tasks.append(task)
+        return task
+
+    async def __aenter__(self) -> TaskScope:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class StreamMerger:
-    """Collects reports and canvases from the engine's outputs before a handler receives them.
+    """Collects reports and canvases from the engine's outputs before a handler receives them, and
+    sends the canvases between the chunks of the answer.
+
+    A slow or stalled reader does not block the engine. For every choice only the latest canvas is
+    kept, older canvases are dropped, and upstream joins deltas that were not fetched.
 
     Args:
         num_choices: number of answers.
@@ -49,7 +101,6 @@ class StreamMerger:
         """Store the report and the canvas of an output.
 
         Args:
-            output: an output of the engine.
             first_choice: number of the choice that the output's choice 0 belongs to.
 
         Returns:

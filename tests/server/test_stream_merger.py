@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.api.events import StreamMerger
+from vllm.diffusion.api.streams import StreamMerger
 
 
 def output(step: int | None, text: str = "", choice: int = 0) -> Any:
