@@ -138,7 +138,9 @@ def _default_canvas(request: Request, max_tokens: int | None) -> int:
     if max_tokens is None:
         canvas = min(DEFAULT_CANVAS, max(room, 1))
         return max(1, canvas // block_length) * block_length if block_length else canvas
-    unit = _unit(request)
+    unit = DEFAULT_BLOCK
+    if block_length is not None and DEFAULT_BLOCK % block_length != 0:
+        unit = block_length
     rounded = -(-max_tokens // unit) * unit
     if rounded > room >= max_tokens and max_tokens % (block_length or 1) == 0:
         return max_tokens
@@ -147,10 +149,11 @@ def _default_canvas(request: Request, max_tokens: int | None) -> int:
 
 def _first_canvas(request: Request, canvas: int) -> int | None:
     """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
-    given, model, unit = request.given, request.model, _unit(request)
+    given, model = request.given, request.model
+    block: int = given.get("block_length") or model.defaults.get("block_length", 1)
     has_length = "gen_length" in given or any(given.get(name) for name in FIXED_WITH)
     default = "fixed" if has_length else model.defaults.get("canvas", "grow")
-    first: int = given.get("gen_length", -(-model.default_gen_length // unit) * unit)
+    first: int = given.get("gen_length", -(-model.default_gen_length // block) * block)
     return first if given.get("canvas", default) == "grow" and first < canvas else None
 
 
@@ -166,14 +169,6 @@ def _growing(lengths: Lengths, request: Request) -> Lengths:
     growth = -(-request.values["growth"] // block) * block
     max_tokens = min(lengths.max_tokens, request.room // block * block)
     return replace(lengths, max_tokens=max_tokens, grows=True, growth=growth)
-
-
-def _unit(request: Request) -> int:
-    """Return the number of tokens to whose multiples a default canvas is rounded up."""
-    block_length: int | None = request.given.get("block_length")
-    if block_length is not None and DEFAULT_BLOCK % block_length != 0:
-        return block_length
-    return DEFAULT_BLOCK
 
 
 def _check_room(request: Request, canvas: int, max_tokens: int | None) -> None:
