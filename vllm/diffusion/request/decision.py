@@ -360,9 +360,8 @@ def _guided(
     Filters of single tokens are dropped, because they cannot be combined with a format, and so is
     thinking before the answer.
     """
-    is_cut = params.max_tokens < params.gen_length
-    room = min(params.max_tokens, params.gen_length)
-    check_room(guide, spec, room, "max_tokens" if is_cut else "gen_length")
+    is_limit = params.can_grow or params.max_tokens < params.gen_length
+    check_room(guide, spec, params.longest_answer, "max_tokens" if is_limit else "gen_length")
     for is_gap, tokens in groupby(prompt, lambda token: token == params.mask_id):
         if is_gap:
             check_room(guide, spec, len(list(tokens)), "prompt")

@@ -475,6 +475,11 @@ class DiffusionParams(AlgorithmParams):
         """Whether a full canvas grows if the answer has not ended."""
         return self.growth > 0 and self.gen_length < self.max_tokens
 
+    @property
+    def longest_answer(self) -> int:
+        """Maximum number of tokens of the answer, on the longest canvas."""
+        return self.max_tokens if self.can_grow else min(self.max_tokens, self.gen_length)
+
     def grown(self) -> DiffusionParams:
         """Return the parameters with a longer canvas, and as many steps for each block."""
         block = self.block_length

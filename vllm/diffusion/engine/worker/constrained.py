@@ -84,9 +84,8 @@ class Constraint(CanvasGuest):
         self._params, self._prompt_length = params, prompt_length
         self._language = _language(params.guide.language)
         holes = gaps(tokens[:prompt_length], params.mask_id)
-        # The string may also use positions by which the canvas still grows.
-        limit = params.max_tokens if params.can_grow else min(params.max_tokens, params.gen_length)
-        canvas = _Stretch(range(prompt_length, prompt_length + params.num_open), limit)
+        answer = range(prompt_length, prompt_length + params.num_open)
+        canvas = _Stretch(answer, params.longest_answer)
         self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
 
     def begin(self, tokens: Array) -> None:
