@@ -339,8 +339,8 @@ def test_the_example_trains(
     script, curve = ROOT / "docs" / "examples" / "rl_tiny.py", tmp_path / "curve.png"
     arguments = ["--server", process.url, "--updates", updates, "--curve", curve]
     arguments += ["--iterations", "2", "--questions", "4", "--answers", "4"]
-    said = output_of(sys.executable, script, *map(str, arguments), env=environment())
-    assert said.count("mean reward") == 3 and curve.stat().st_size > 1000
+    output = output_of(sys.executable, script, *map(str, arguments), env=environment())
+    assert output.count("mean reward") == 3 and curve.stat().st_size > 1000
     write_weights(model_dir, updates / "as before")
     update(trained, "as before", "default")
 
