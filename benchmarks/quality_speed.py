@@ -54,8 +54,8 @@ from tqdm import tqdm
 
 from benchmarks import harness
 from benchmarks.harness import BenchmarkError, positive
-from vllm.diffusion.request.algorithms import ALGORITHMS
-from vllm.diffusion.request.fields import BY_NAME, CACHES, FIELDS
+from vllm.diffusion.request.algorithms import ALGORITHMS, CACHES
+from vllm.diffusion.request.fields import BY_NAME, FIELDS
 
 if TYPE_CHECKING:
     import argparse

@@ -8,7 +8,7 @@ import pytest
 from tests.programs import ROOT
 from vllm.diffusion.api.protocol import GenerateBody
 from vllm.diffusion.request import fields
-from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, PARAMETERS, Algorithm
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, CACHES, Algorithm
 from vllm.diffusion.request.families import FAMILIES
 from vllm.diffusion.request.values import as_json, in_words
 
@@ -40,7 +40,7 @@ def test_the_tables_of_algorithms_are_those_of_their_records(table: dict[str, Al
 def documented_parameters(algorithm: Algorithm) -> list[str]:
     by_steps = algorithm.pace == "steps" and not algorithm.is_block_causal
     actual = ["`steps` one per canvas token"] if by_steps else []
-    for spec in PARAMETERS:
+    for spec in fields.PARAMETERS:
         if spec.name in algorithm.parameters:
             default = spec.documented_default_for(algorithm.name)
             actual.append(f"`{spec.name}` {in_words(spec.choices) if spec.choices else default}")
@@ -52,7 +52,7 @@ def documented_parameters(algorithm: Algorithm) -> list[str]:
     return actual
 
 
-@pytest.mark.parametrize("name", fields.CACHES)
+@pytest.mark.parametrize("name", CACHES)
 def test_caches_have_a_row(name: str) -> None:
     assert f"\n| `{name}` |" in TEXT
 

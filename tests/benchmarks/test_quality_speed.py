@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.request import fields
-from vllm.diffusion.request.algorithms import ALGORITHMS
+from vllm.diffusion.request.algorithms import ALGORITHMS, CACHES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -28,10 +27,10 @@ FACTS = [("What is 1 plus 1?", "1 plus 1 is 2."), ("What is 1 plus 2?", "1 plus 
 
 
 def test_every_algorithm_and_cache_has_a_case() -> None:
-    plan = cases(ALGORITHMS, fields.CACHES, 32, 8)
+    plan = cases(ALGORITHMS, CACHES, 32, 8)
     assert {case.algorithm for case in plan} == set(ALGORITHMS)
     assert {(case.algorithm, case.cache) for case in plan} == {
-        (algorithm, cache) for algorithm in ALGORITHMS for cache in fields.CACHES
+        (algorithm, cache) for algorithm in ALGORITHMS for cache in CACHES
     }
     reports = [(case.algorithm, case.cache, case.label()) for case in plan]
     assert len(reports) == len(set(reports))

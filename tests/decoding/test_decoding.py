@@ -14,7 +14,7 @@ from vllm.diffusion.decoding import DecodingRule, make_rule, most_certain_first
 from vllm.diffusion.decoding.dream import Dream
 from vllm.diffusion.decoding.semi_ar import SemiAutoregressive, transfer_quota
 from vllm.diffusion.request import fields
-from vllm.diffusion.request.algorithms import ALGORITHMS
+from vllm.diffusion.request.algorithms import ALGORITHMS, CACHES
 
 # ---- order -------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ def test_a_mask_that_changes_nothing_is_forbidden_once() -> None:
     block_length=st.integers(1, 9),
     steps_per_block=st.none() | st.integers(1, 12),
     threshold=st.none() | st.floats(-1, 3),
-    cache=st.sampled_from(fields.CACHES),
+    cache=st.sampled_from(CACHES),
     early_stop=st.booleans(),
     block_thresholds=st.tuples(st.floats(0, 1.5), st.floats(0, 1.5)),
     delay=st.integers(0, 4),

@@ -12,12 +12,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.params.support import MODEL, PROMPT
 from vllm import SamplingParams
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.algorithms import (
-    ALGORITHMS,
-    BLOCK_ALGORITHMS,
-    PARAMETERS,
-    AlgorithmParams,
-)
+from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, AlgorithmParams
 from vllm.diffusion.request.decision import (
     DECISION,
     attach,
@@ -26,6 +21,7 @@ from vllm.diffusion.request.decision import (
     is_decided,
     request_values_of,
 )
+from vllm.diffusion.request.fields import PARAMETERS
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
 from vllm.diffusion.request.params import DiffusionParams
 

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ from tests.params.support import (
 )
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
+from vllm.diffusion.guided.guides import Guide, Spec
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.algorithms import ALGORITHMS, PARAMETERS
+from vllm.diffusion.request.algorithms import ALGORITHMS, CACHES
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import DIFFULLAMA, DREAM, LLADA, LLADA_MOE
 from vllm.diffusion.request.params import DiffusionParams
@@ -260,7 +262,7 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
         # Parameters of other algorithms have the defaults of their records, too.
         *(
             ({}, {spec.name: spec.default_for("semi_ar", is_shifted=False)})
-            for spec in PARAMETERS
+            for spec in fields.PARAMETERS
             if spec.name != "delimiter_ids"
         ),
     ],
@@ -476,7 +478,7 @@ def test_an_algorithm_follows_its_record(algorithm: str) -> None:
         for name in record.parameters:
             default = fields.BY_NAME[name].default_for(algorithm, is_shifted=is_shifted)
             assert getattr(decided, name) == (() if name == "delimiter_ids" else default)
-    for cache in fields.CACHES:
+    for cache in CACHES:
         if cache in record.caches:
             assert resolve(algorithm=algorithm, cache=cache).cache == cache
             continue
@@ -608,6 +610,33 @@ def test_the_environment_gives_default_steps(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("DLLM_DIFFUSION_STEPS", wrong)
         with pytest.raises(ServerConfigError, match=f"DLLM_DIFFUSION_STEPS.*{wrong}"):
             envs.default_steps()
+
+
+@pytest.mark.parametrize(
+    ("least_tokens", "parameters", "gen_length", "max_tokens", "steps"),
+    [
+        (10, {}, 128, 128, 128),
+        (150, {}, 320, 320, 320),
+        # The steps suit the longer canvas, whose blocks are ten.
+        (150, {"block_length": 32, "steps": 10}, 320, 320, 10),
+        (150, {"suffix_ids": (1, 2)}, 352, 320, 352),
+        (150, {"gen_length": 160}, 160, 160, 160),
+        (150, {"max_tokens": 150}, 160, 150, 160),
+    ],
+)
+def test_a_format_lengthens_a_default_canvas(
+    least_tokens: int, parameters: dict[str, Any], gen_length: int, max_tokens: int, steps: int
+) -> None:
+    """To twice its shortest answer, in whole blocks of 32; a suffix is added after the answer."""
+    formats: Any = SimpleNamespace(guide=lambda _: Guide(b"", least_tokens))
+    values = {**fields.canonical(parameters), "structured_outputs": Spec("regex", '"a"')}
+    decided = decision.decide(values, model(guides=formats), PROMPT)
+    assert (decided.gen_length, decided.max_tokens, decided.steps) == (
+        gen_length,
+        max_tokens,
+        steps,
+    )
+    assert decided.guide == formats.guide(None)
 
 
 # ---- server-wide defaults ----------------------------------------------------------------------

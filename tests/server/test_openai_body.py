@@ -5,15 +5,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from pydantic import BaseModel
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from tests.programs import ROOT
-from vllm.diffusion.api.bodies import WITHOUT_EFFECT
-from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody, CompletionBody, prepare
+from vllm.diffusion.api.openai.openai_protocol import (
+    ChatCompletionBody,
+    CompletionBody,
+    extra_args,
+    prepare,
+)
+from vllm.diffusion.api.openai.responses import ResponsesBody
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.decision import UNSUPPORTED
 from vllm.diffusion.request.fields import SPELLINGS
+from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -128,6 +142,46 @@ def test_bodies_type_and_describe_every_parameter() -> None:
 
 
 def test_what_is_refused_or_has_no_effect_is_documented() -> None:
-    text = (ROOT / "docs" / "openai_deviations.md").read_text()
-    names = [*WITHOUT_EFFECT, *UNSUPPORTED]
-    assert not [name for name in names if f"`{name}`" not in text]
+    _, *sections = (ROOT / "docs" / "openai_deviations.md").read_text().split("\n## ")
+    text_of = {heading: text for heading, _, text in (s.partition("\n") for s in sections)}
+    ignored, unlisted = text_of["Accepted but ignored"].split("\nNot listed, ")
+    documented = {
+        "renamed": "".join(sections),
+        "thinking": ignored,
+        "ignored": ignored,
+        "unlisted": unlisted,
+        "refused": text_of["Refused"],
+    }
+    for name, field in UPSTREAM_FIELDS.items():
+        if field.effect in documented:
+            assert f"`{name}`" in documented[field.effect], name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(ChatCompletionRequest, BatchChatCompletionRequest, CompletionRequest, ResponsesRequest),
+        *(AnthropicMessagesRequest, AnthropicCountTokensRequest),
+    ],
+)
+def test_every_field_of_upstreams_bodies_has_an_effect(body: type[BaseModel]) -> None:
+    """A field that a new version of upstream adds belongs in the table."""
+    assert body.model_fields.keys() <= SPELLINGS.keys() | UPSTREAM_FIELDS.keys()
+
+
+def test_fields_are_replaced_by_fields_that_act() -> None:
+    known = SPELLINGS.keys() | UPSTREAM_FIELDS.keys()
+    for field in UPSTREAM_FIELDS.values():
+        assert field.name not in SPELLINGS
+        assert field.replaced_by is None or field.replaced_by.partition(".")[0] in known
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_tokens", 3), ("bad_words", ["a"]), ("allowed_token_ids", [4, 5])]
+)
+def test_a_parameter_that_upstreams_body_lacks_is_passed_on(name: str, value: Any) -> None:
+    """Upstream's body of /v1/responses declares fewer parameters than that of completions."""
+    body = ResponsesBody(input="hello", **{name: value})
+    actual = extra_args(body, "")[name]
+    assert (actual if isinstance(value, int) else list(actual)) == value
+    assert name not in extra_args(CompletionBody(prompt="hello", **{name: value}), "")

@@ -12,8 +12,8 @@ from vllm.diffusion.api.schema import MAX_CHOICES
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import STRUCTURED, requested_spec
-from vllm.diffusion.request.decision import refuse_unsupported
 from vllm.diffusion.request.fields import SPELLINGS, near_miss
+from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -25,37 +25,6 @@ MAX_TOOLS = 1_024
 MAX_MODEL_NAME_LENGTH = 1024
 MAX_LABELS = 128  # token ids to compare in one request, the limit of upstream's logprobs
 PROMPT = "a string, token ids, or a list of either, none of them empty"
-
-# Fields that upstream acts on and Mosaic does not support, with the values that have no effect.
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "prompt_embeds": (),
-}
-
-# Fields that never change an answer, on any route.
-WITHOUT_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-    }
-)
-
-# Fields that request something Mosaic does not provide, with the values that have no effect.
-_LEFT_OUT: dict[str, tuple[Any, ...]] = {
-    "reasoning_effort": ("none",),
-    "reasoning": (),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-    "best_of": (1,),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-}
-
 
 # Arguments of `apply_chat_template` of transformers, and arguments that it derives from other
 # fields of a body.
@@ -103,10 +72,6 @@ def refuse_fields(given: Mapping[str, Any]) -> None:
     """
     check_tools(given)
     refuse_unsupported(given)
-    for name, neutral in _NOT_SUPPORTED.items():
-        if given.get(name) not in (None, *neutral):
-            wanted = "false" if neutral else "none"
-            raise InvalidParameterError(name, given[name], f"wanted {wanted}: not supported")
 
 
 def refuse_canvas(given: Any) -> None:
@@ -133,12 +98,13 @@ def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """
     names = []
     for name, value in given.items():
-        if name in known and name not in _LEFT_OUT:
+        field = UPSTREAM_FIELDS.get(name)
+        if field is not None and field.is_ignored:
+            if value is None or value in field.neutral:
+                continue
+        elif name in known or value is None or (field is not None and field.effect == "unlisted"):
             continue
-        if name in WITHOUT_EFFECT or value is None or value in _LEFT_OUT.get(name, ()):
-            continue
-        meant = None if name in _LEFT_OUT else near_miss(name)
-        if meant is not None:
+        elif (meant := near_miss(name)) is not None:
             raise InvalidParameterError(name, value, f"unknown parameter; did you mean {meant}?")
         names.append(name)
         if len(names) > MAX_IGNORED_FIELDS:
@@ -254,13 +220,18 @@ def _texts_in(value: Any) -> Iterator[str]:
             pending += item
 
 
+def max_characters(tokenizer: Any, max_tokens: int) -> int:
+    """Return the number of characters that a number of tokens can have."""
+    return max_tokens * (1 if tokenizer is None else int(tokenizer.max_chars_per_token))
+
+
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:
     """Refuse a text with more characters than `max_tokens` tokens can have, before tokenising it.
 
     Raises:
         InvalidParameterError: naming the field and its number of characters.
     """
-    max_length = max_tokens * tokenizer.max_chars_per_token
+    max_length = max_characters(tokenizer, max_tokens)
     if len(text) > max_length:
         wanted = f"wanted at most {max_length}, as many as {max_tokens} tokens can have"
         raise InvalidParameterError(field, f"{len(text)} characters", wanted)

@@ -16,7 +16,7 @@ from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, with_diffusion_fields
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.decision import refuse_unsupported
+from vllm.diffusion.request.upstream_fields import refuse_unsupported
 from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
 from vllm.exceptions import VLLMNotFoundError
 
@@ -112,7 +112,7 @@ def check_body(body: GenerateBody) -> None:
         raise InvalidParameterError(OF_ROUTERS, extra[OF_ROUTERS], message)
     if not 1 <= body.n <= MAX_CHOICES:
         raise InvalidParameterError("n", body.n, f"wanted 1 to {MAX_CHOICES}")
-    refuse_unsupported(extra)
+    refuse_unsupported(extra, in_sampling=True)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameterError("prompt", body.prompt, "wanted either prompt or messages")
     if body.messages is not None:

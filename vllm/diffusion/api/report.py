@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel
 
+from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class DiffusionReport(BaseModel):
             denoise_ms=max((r["denoise_ms"] for r in reports), default=0.0),
             seeds=[r["seed"] for r in reports],
             ignored=ignored,
-            replaced_by={n: _REPLACED_BY[n] for n in ignored if n in _REPLACED_BY} or None,
+            replaced_by=_replacements(ignored) or None,
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),
@@ -108,13 +109,12 @@ class DiffusionReport(BaseModel):
 _INCOMPLETE = "\ufffd"  # replacement character that tokenizers write for an incomplete character
 _MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
 _RARE = ("replaced_by", "infilled", "trajectories", "error")
-_REPLACED_BY = {
-    "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "functions": "tools",
-    "function_call": "tool_choice",
-}
+
+
+def _replacements(ignored: Iterable[str]) -> dict[str, str]:
+    """Return, for ignored fields of older APIs, the field that has their effect."""
+    fields = [UPSTREAM_FIELDS[name] for name in ignored if name in UPSTREAM_FIELDS]
+    return {f.name: f.replaced_by for f in fields if f.is_ignored and f.replaced_by is not None}
 
 
 def trajectories_in(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None] | None:

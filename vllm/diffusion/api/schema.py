@@ -39,19 +39,21 @@ def with_diffusion_fields(
     base: type[BaseModel],
     name: str,
     doc: str,
-    keep: Collection[str] = (),
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ours: Collection[str] = (),
 ) -> type[Any]:
     """Return a class of bodies like `base`, with all request parameters as fields.
+
+    Parameters that `base` declares keep its types.
 
     Args:
         base: class of the body.
         name, doc: name and docstring of the new class.
-        keep: parameters that `base` declares with its own types.
         read: see `body_class`.
+        ours: parameters that `base` declares and whose types are ours nevertheless.
     """
     fields = described(FIELDS)
-    for spelling in keep:
+    for spelling in (fields.keys() & base.model_fields.keys()) - set(ours):
         field_info = copy(base.model_fields[spelling])
         field_info.description = field_info.description or fields[spelling][1].description
         fields[spelling] = (field_info.annotation, field_info)

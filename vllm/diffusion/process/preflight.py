@@ -24,7 +24,7 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.process.checkpoint_files import check_files, check_mask_token, object_of
 from vllm.diffusion.process.upstream_flags import UPSTREAM_FLAGS
 from vllm.diffusion.request import families
-from vllm.diffusion.request.fields import BY_NAME
+from vllm.diffusion.request.algorithms import ALGORITHM_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,11 +83,10 @@ def _is_file(value: str) -> bool:
 
 
 _A_FILE = _Flag("a file that is there", _is_file)
-_ALGORITHMS = BY_NAME["algorithm"].choices
 _DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _FLAGS = {
     "--additional-config": _Flag("a JSON object", _is_object),
-    "--dllm-algorithm": _Flag(f"one of {', '.join(_ALGORITHMS)}", _ALGORITHMS.__contains__),
+    "--dllm-algorithm": _Flag(f"one of {', '.join(ALGORITHM_NAMES)}", ALGORITHM_NAMES.__contains__),
     "--dllm-algorithm-config": _A_FILE,
     "--log-config-file": _A_FILE,
     "--reasoning-parser-plugin": _A_FILE,

@@ -3,8 +3,8 @@
 
 Validation, lengths, caches, HTTP schemas and the table of docs/decoding.md are derived from these
 records. The rules are in `vllm.diffusion.decoding`. A name may refer to one rule in full-attention
-families and to another in block-causal families: each kind has its own table. Parameters that only
-some algorithms use are declared here as well, with type and range.
+families and to another in block-causal families: each kind has its own table. `AlgorithmParams`
+declares the request fields that only some algorithms use.
 
 Nothing here imports torch or upstream.
 """
@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.diffusion.request.values import Field
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.values import as_score, param
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from vllm.diffusion.request.families import Family
+    from vllm.diffusion.request.request import Request
 
 NEVER = 10_000  # iterations; longer than any answer takes
 # The schedule of dream stores a number for every step.
 MAX_STEPS = 1_000_000
 CACHES_IN_TURN = ("none", "prefix", "dual", "frozen")
 GUIDED_CACHES = ("none", "frozen")  # caches that support guidance
+REMASKING: tuple[str, ...] = ("low_confidence", "random")
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Algorithm:
         pace: what determines how many tokens a step commits. "steps": the number of steps. "rule":
             the rule itself; a number of steps only limits the forward passes. "rule alone": the
             rule itself; a number of steps has no meaning.
-        parameters: names of the `PARAMETERS` that it uses.
-        defaults: its defaults if they differ from those of `PARAMETERS`.
+        parameters: names of the `AlgorithmParams` that it uses.
+        defaults: its defaults if they differ from those of `AlgorithmParams`.
         shifted_defaults: defaults for families that shift their logits (Dream).
         caches: supported ways to reuse keys and values.
         random_scores: families in which a random number may replace the score (`remasking:
@@ -368,6 +372,12 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+ALL_ALGORITHMS = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
+# Names in requests: a kind of remasking refers to an algorithm of the served model.
+ALGORITHM_NAMES = tuple(dict.fromkeys((*ALGORITHMS, *BLOCK_ALGORITHMS, *REMASKING)))
+CACHES = tuple(dict.fromkeys(cache for a in ALL_ALGORITHMS for cache in a.caches))
+
+
 def algorithms_of(*, is_block_causal: bool) -> Mapping[str, Algorithm]:
     """Return the algorithms of block-causal or of full-attention families, by name."""
     return BLOCK_ALGORITHMS if is_block_causal else ALGORITHMS
@@ -389,250 +399,185 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
     }
 
 
+def _score_threshold(value: float, request: Request) -> float:
+    """Round a threshold in the same way as the scores that are compared with it."""
+    if request.values["confidence_dtype"] != "logits":
+        return value
+    return as_score(value, request.model.dtype)
+
+
+def _early_stop(value: bool, request: Request) -> bool:
+    if request.values["ignore_eos"] or request.model.ids.eos is None:
+        return False
+    # early_stop would end the whole canvas at once, including the suffix.
+    return value and not request.values["suffix_ids"]
+
+
+def _sub_block_length(length: int, request: Request) -> int:
+    """Return a divisor of the block length; replace an unsuitable default by the whole block."""
+    name, block_length = "sub_block_length", request.lengths.block_length
+    if block_length % length == 0 or name not in request.algorithm.parameters:
+        return length
+    if name in request.given:
+        wanted = f"wanted a divisor of block_length, {block_length}"
+        raise InvalidParameterError(name, length, wanted)
+    return block_length
+
+
+def _delimiter_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...]:
+    model = request.model
+    if ids is None:
+        return model.ids.line_ends
+    if max(ids) >= model.vocab_size:
+        wanted = f"wanted token ids from 0 to {model.vocab_size - 1}"
+        raise InvalidParameterError("delimiter_ids", ids, wanted)
+    return tuple(dict.fromkeys(ids))
+
+
+# A server may set every field of single algorithms.
+algorithm_param = partial(param, server_wide=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmParams:
-    """Values of `PARAMETERS` in a request.
+    """Fields that only the algorithms use whose records list them in `parameters`.
 
-    `steps_per_block` is None if the algorithm has no steps.
+    Attributes:
+        steps_per_block: None if the algorithm has no steps.
     """
 
-    threshold: float
-    factor: float
-    relaxed_threshold: float
-    radius: int
-    low_threshold: float
-    block_add_threshold: float
-    decoded_token_threshold: float
-    cache_delay_iter: int
-    refresh_interval: int
-    early_stop: bool
-    alg: str
-    alg_temp: float
-    eps: float
-    steps_per_block: int | None
-    editing_threshold: float
-    max_post_steps: int
-    num_to_transfer: int
-    penalty_lambda: float
-    sub_block_length: int
-    delimiter_ids: tuple[int, ...]
-    delimiter_threshold: float
-
-
-def users(uses: Callable[[Algorithm], bool]) -> dict[str, Any]:
-    """Return the names of algorithms whose records satisfy `uses`, as attributes of a `Field`."""
-    tables = {"algorithms": ALGORITHMS, "block_algorithms": BLOCK_ALGORITHMS}
-    return {
-        attribute: tuple(name for name, algorithm in table.items() if uses(algorithm))
-        for attribute, table in tables.items()
-    }
-
-
-def _of_algorithms(spec: Field) -> Field:
-    """Return `spec` with defaults and users added from the records of the algorithms."""
-    records = (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
-    return dataclasses.replace(
-        spec,
-        defaults=_named(spec.name, {a.name: a.defaults for a in records}),
-        shifted_defaults=_named(spec.name, {a.name: a.shifted_defaults for a in records}),
-        **users(lambda a: spec.name in a.parameters),
+    threshold: float = algorithm_param(
+        "lowest confidence at which a candidate is committed; with entropy_threshold, "
+        "full_attn_multi_block and multi_block the highest entropy, with entropy_bounded the "
+        "highest sum of entropies; some families have another default (see below)",
+        default=0.9,
+        resolve=_score_threshold,
     )
-
-
-def _named(name: str, defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {algorithm: default[name] for algorithm, default in defaults.items() if name in default}
-
-
-PARAMETERS: tuple[Field, ...] = tuple(
-    _of_algorithms(spec)
-    for spec in (
-        Field(
-            "threshold",
-            float,
-            "lowest confidence at which a candidate is committed; with entropy_threshold, "
-            "full_attn_multi_block and multi_block the highest entropy, with entropy_bounded the "
-            "highest sum of entropies; some families have another default (see below)",
-            default=0.9,
-            server_wide=True,
-        ),
-        Field(
-            "factor",
-            float,
-            "factor: the n most confident candidates are committed, with the largest n whose n-th "
-            "confidence is at least 1 - factor / (n + 1)",
-            default=1.0,
-            minimum=0,
-            server_wide=True,
-        ),
-        Field(
-            "relaxed_threshold",
-            float,
-            "local_leap: the threshold of candidates within `radius` positions of one that "
-            "reaches `threshold`",
-            default=0.75,
-            server_wide=True,
-        ),
-        Field(
-            "radius",
-            int,
-            "local_leap: distance in tokens within which `relaxed_threshold` applies",
-            default=4,
-            minimum=0,
-            server_wide=True,
-        ),
-        Field(
-            "low_threshold",
-            float,
-            "hierarchy: confidence above which the best candidate of each run of masked positions "
-            "is committed",
-            default=0.4,
-            server_wide=True,
-        ),
-        Field(
-            "block_add_threshold",
-            float,
-            "share of the last started block that must be committed before the next block starts",
-            default=0.5,
-            aliases=("block_add",),
-            server_wide=True,
-        ),
-        Field(
-            "decoded_token_threshold",
-            float,
-            "share of a block that must be committed before the next block may become the one that "
-            "gets at least one token in every step. The first unfinished block is that block, so "
-            "values up to 1 do not change the answer",
-            default=0.5,
-            aliases=("decoded_thresh",),
-            server_wide=True,
-        ),
-        Field(
-            "cache_delay_iter",
-            int,
-            "with cache: delayed, steps from the completion of a block until its keys and values "
-            f"are cached; with multi_block, a value below {NEVER} selects cache: delayed "
-            "(full_attn_multi_block accepts the field and caches nothing)",
-            default=NEVER,
-            minimum=0,
-            neutral=(NEVER,),
-            server_wide=True,
-        ),
-        Field(
-            "refresh_interval",
-            int,
-            "with cache: delayed, the number of steps after which the whole sequence is computed "
-            "again (full_attn_multi_block accepts it and computes the whole sequence in every "
-            "step)",
-            default=NEVER,
-            minimum=1,
-            neutral=(NEVER,),
-            server_wide=True,
-        ),
-        Field(
-            "early_stop",
-            bool,
-            "multi_block: in every step, fill all positions after the first end-of-sequence token "
-            "with that token; local_leap: end the answer after a block that contains one",
-            default=False,
-            neutral=(False,),
-            server_wide=True,
-        ),
-        Field(
-            "alg",
-            str,
-            "dream: how candidates are scored: by negative entropy, by probability, by the "
-            "difference of the two highest probabilities, or (origin) not at all, with random "
-            "positions",
-            default="entropy",
-            choices=("entropy", "maskgit_plus", "topk_margin", "origin"),
-            server_wide=True,
-        ),
-        Field(
-            "alg_temp",
-            float,
-            "dream: temperature at which positions are sampled by their scores; 0 takes the "
-            "highest scores",
-            default=0.0,
-            minimum=0,
-            neutral=(0.0,),
-            server_wide=True,
-        ),
-        Field(
-            "eps",
-            float,
-            "dream: the noise level falls from 1 to this value in equal steps; a step from t to s "
-            "commits the share 1 - s / t of the masked positions",
-            default=1e-3,
-            minimum=0,
-            maximum=1,
-            server_wide=True,
-        ),
-        Field(
-            "steps_per_block",
-            int,
-            "denoising steps per block, block-causal families only; equivalent to `steps` divided "
-            "by the number of blocks, ceil(gen_length / block_length)",
-            default_text="one per token of the block",
-            minimum=1,
-            maximum=MAX_STEPS,
-            server_wide=True,
-        ),
-        Field(
-            "editing_threshold",
-            float,
-            "joint_threshold, levenshtein: confidence above which another token replaces a "
-            "committed token; 0 replaces whenever another token is more likely",
-            default=0.9,
-            server_wide=True,
-        ),
-        Field(
-            "max_post_steps",
-            int,
-            "joint_threshold, levenshtein: most steps of a block after its last mask is filled",
-            default=16,
-            minimum=0,
-            server_wide=True,
-        ),
-        Field(
-            "num_to_transfer",
-            int,
-            "joint_threshold: fewest masks that a step fills, even if fewer candidates reach "
-            "`threshold`",
-            default=1,
-            minimum=1,
-            server_wide=True,
-        ),
-        Field(
-            "penalty_lambda",
-            float,
-            "joint_threshold: subtracted, at every position, from the logit of the token that is "
-            "immediately before it, against repetitions",
-            default=0.0,
-            minimum=0,
-            server_wide=True,
-        ),
-        Field(
-            "sub_block_length",
-            int,
-            "hierarchy_block: tokens per part of a block; parts are filled from left to right; "
-            "must divide block_length",
-            default=8,
-            minimum=1,
-            server_wide=True,
-        ),
-        Field(
-            "delimiter_ids",
-            tuple,
-            "adablock: token ids after which a block may end",
-            default_text="line ends of the tokenizer",
-            server_wide=True,
-        ),
-        Field(
-            "delimiter_threshold",
-            float,
-            "adablock: lowest confidence at which a block ends after a delimiter",
-            default=0.3,
-            server_wide=True,
-        ),
+    factor: float = algorithm_param(
+        "factor: the n most confident candidates are committed, with the largest n whose n-th "
+        "confidence is at least 1 - factor / (n + 1)",
+        default=1.0,
+        minimum=0,
     )
-)
+    relaxed_threshold: float = algorithm_param(
+        "local_leap: the threshold of candidates within `radius` positions of one that "
+        "reaches `threshold`",
+        default=0.75,
+        resolve=_score_threshold,
+    )
+    radius: int = algorithm_param(
+        "local_leap: distance in tokens within which `relaxed_threshold` applies",
+        default=4,
+        minimum=0,
+    )
+    low_threshold: float = algorithm_param(
+        "hierarchy: confidence above which the best candidate of each run of masked positions "
+        "is committed",
+        default=0.4,
+        resolve=_score_threshold,
+    )
+    block_add_threshold: float = algorithm_param(
+        "share of the last started block that must be committed before the next block starts",
+        default=0.5,
+        aliases=("block_add",),
+    )
+    decoded_token_threshold: float = algorithm_param(
+        "share of a block that must be committed before the next block may become the one that "
+        "gets at least one token in every step. The first unfinished block is that block, so "
+        "values up to 1 do not change the answer",
+        default=0.5,
+        aliases=("decoded_thresh",),
+    )
+    cache_delay_iter: int = algorithm_param(
+        "with cache: delayed, steps from the completion of a block until its keys and values "
+        f"are cached; with multi_block, a value below {NEVER} selects cache: delayed "
+        "(full_attn_multi_block accepts the field and caches nothing)",
+        default=NEVER,
+        minimum=0,
+        neutral=(NEVER,),
+    )
+    refresh_interval: int = algorithm_param(
+        "with cache: delayed, the number of steps after which the whole sequence is computed "
+        "again (full_attn_multi_block accepts it and computes the whole sequence in every "
+        "step)",
+        default=NEVER,
+        minimum=1,
+        neutral=(NEVER,),
+    )
+    early_stop: bool = algorithm_param(
+        "multi_block: in every step, fill all positions after the first end-of-sequence token "
+        "with that token; local_leap: end the answer after a block that contains one",
+        default=False,
+        neutral=(False,),
+        needs=("eos",),
+        resolve=_early_stop,
+    )
+    alg: str = algorithm_param(
+        "dream: how candidates are scored: by negative entropy, by probability, by the "
+        "difference of the two highest probabilities, or (origin) not at all, with random "
+        "positions",
+        default="entropy",
+        choices=("entropy", "maskgit_plus", "topk_margin", "origin"),
+    )
+    alg_temp: float = algorithm_param(
+        "dream: temperature at which positions are sampled by their scores; 0 takes the "
+        "highest scores",
+        default=0.0,
+        minimum=0,
+        neutral=(0.0,),
+    )
+    eps: float = algorithm_param(
+        "dream: the noise level falls from 1 to this value in equal steps; a step from t to s "
+        "commits the share 1 - s / t of the masked positions",
+        default=1e-3,
+        minimum=0,
+        maximum=1,
+    )
+    steps_per_block: int | None = algorithm_param(
+        "denoising steps per block, block-causal families only; equivalent to `steps` divided "
+        "by the number of blocks, ceil(gen_length / block_length)",
+        default_text="one per token of the block",
+        minimum=1,
+        maximum=MAX_STEPS,
+        resolve=lambda _, r: r.lengths.steps_per_block,
+    )
+    editing_threshold: float = algorithm_param(
+        "joint_threshold, levenshtein: confidence above which another token replaces a "
+        "committed token; 0 replaces whenever another token is more likely",
+        default=0.9,
+        resolve=_score_threshold,
+    )
+    max_post_steps: int = algorithm_param(
+        "joint_threshold, levenshtein: most steps of a block after its last mask is filled",
+        default=16,
+        minimum=0,
+    )
+    num_to_transfer: int = algorithm_param(
+        "joint_threshold: fewest masks that a step fills, even if fewer candidates reach "
+        "`threshold`",
+        default=1,
+        minimum=1,
+    )
+    penalty_lambda: float = algorithm_param(
+        "joint_threshold: subtracted, at every position, from the logit of the token that is "
+        "immediately before it, against repetitions",
+        default=0.0,
+        minimum=0,
+    )
+    sub_block_length: int = algorithm_param(
+        "hierarchy_block: tokens per part of a block; parts are filled from left to right; "
+        "must divide block_length",
+        default=8,
+        minimum=1,
+        resolve=_sub_block_length,
+    )
+    delimiter_ids: tuple[int, ...] = algorithm_param(
+        "adablock: token ids after which a block may end",
+        default_text="line ends of the tokenizer",
+        resolve=_delimiter_ids,
+    )
+    delimiter_threshold: float = algorithm_param(
+        "adablock: lowest confidence at which a block ends after a delimiter",
+        default=0.3,
+        resolve=_score_threshold,
+    )

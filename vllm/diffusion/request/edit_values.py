@@ -15,6 +15,7 @@ from vllm.diffusion.request.edits import Edits
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from vllm.diffusion.request.request import Request
     from vllm.diffusion.request.served_model import ServedModel
 
 # Maximum number of token sequences. Each is compared at every masked position.
@@ -25,43 +26,31 @@ MAX_BAD_LETTERS = 32768
 MAX_CACHED_WORD_LISTS = 64
 
 
-def edits_of(
-    request: Mapping[str, Any],
-    model: ServedModel,
-    end_ids: frozenset[int],
-    max_tokens: int,
-    num_tokens: int,
-) -> Edits | None:
+def edits_of(request: Request) -> Edits | None:
     """Return the edits of logits that a request asks for, or None if there are none.
-
-    Args:
-        request: values by canonical name.
-        model: the served model.
-        end_ids: ids that end an answer, unless the request ignores them.
-        max_tokens: the longest answer.
-        num_tokens: prompt and canvas; longer bad words cannot appear in them.
 
     Raises:
         InvalidParameterError: naming the field, the given and the expected value.
     """
-    min_tokens = request.get("min_tokens", 0)
+    values, model = request.values, request.model
+    min_tokens, max_tokens = values["min_tokens"], request.lengths.max_tokens
     if min_tokens > max_tokens:
         wanted = f"wanted at most max_tokens, {max_tokens}"
         raise InvalidParameterError("min_tokens", min_tokens, wanted)
-    repetition = request.get("repetition_penalty", 1.0)
+    repetition = values["repetition_penalty"]
     if repetition <= 0:
         raise InvalidParameterError("repetition_penalty", repetition, "wanted a number above 0")
-    bias = request.get("logit_bias", {})
+    bias = values["logit_bias"] or {}
     _check_ids("logit_bias", bias, model.vocab_size)
     edits = Edits(
-        allowed_token_ids=_allowed(request, model),
-        bad_words=_bad_words(request.get("bad_words", ()), model, num_tokens),
+        allowed_token_ids=_allowed(values["allowed_token_ids"] or (), model),
+        bad_words=_bad_words(values["bad_words"] or (), model, request.num_tokens),
         min_tokens=min_tokens,
-        end_ids=tuple(sorted(end_ids)) if min_tokens else (),
+        end_ids=tuple(sorted(request.end_ids)) if min_tokens else (),
         logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
         repetition_penalty=repetition,
-        frequency_penalty=request.get("frequency_penalty", 0.0),
-        presence_penalty=request.get("presence_penalty", 0.0),
+        frequency_penalty=values["frequency_penalty"],
+        presence_penalty=values["presence_penalty"],
     )
     allowed = set(edits.allowed_token_ids)
     if allowed and allowed <= {*edits.never, *edits.end_ids}:
@@ -70,9 +59,8 @@ def edits_of(
     return None if edits == Edits() else edits
 
 
-def _allowed(request: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
+def _allowed(given: Sequence[int], model: ServedModel) -> tuple[int, ...]:
     """Return the allowed ids, ascending, without the mask token, which no answer contains."""
-    given = request.get("allowed_token_ids", ())
     _check_ids("allowed_token_ids", given, model.vocab_size)
     allowed = tuple(sorted(set(given) - {model.ids.mask}))
     if given and not allowed:

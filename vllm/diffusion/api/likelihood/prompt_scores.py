@@ -64,7 +64,7 @@ class ScoreQuery(NamedTuple):
     cfg_scale: float = 0.0
     context_length: int = 0
 
-    def score(self, group: ScoreGroup) -> ScoreRequest:
+    def score(self, group: str, group_size: int) -> ScoreRequest:
         """Return the query in the form of the engine's request."""
         return ScoreRequest(
             tuple(self.positions),
@@ -72,23 +72,14 @@ class ScoreQuery(NamedTuple):
             self.num_top,
             self.cfg_scale,
             self.context_length,
-            *group,
+            group,
+            group_size,
         )
 
     @property
     def kind(self) -> tuple[int, bool]:
         """Key of queries with the same decision except for the scored positions and tokens."""
         return len(self.prompt), self.cfg_scale > 0
-
-
-class ScoreGroup(NamedTuple):
-    """Queries that share one step, see `ScoreRequest`; at most MAX_CONCURRENT_SCORES of them."""
-
-    group: str
-    group_size: int
-
-
-_ALONE = ScoreGroup("", 1)
 
 
 class ScoreResult(NamedTuple):
@@ -116,7 +107,8 @@ class ScoreClient:
         request_id: str,
         terms: Mapping[str, Any],
         *,
-        group: ScoreGroup | None = None,
+        group: str = "",
+        group_size: int = 1,
         **options: Any,
     ) -> list[ScoreResult]:
         """Return the result of each query. Cancelling this coroutine aborts all queries.
@@ -125,7 +117,8 @@ class ScoreClient:
             queries: the forward passes; query i has the engine's request id `{request_id}-{i}`.
             request_id: id of the HTTP request.
             terms: `priority` and `timeout_s`, under canonical names, if given.
-            group: group of queries that share a step; other calls may add queries to it.
+            group, group_size: name and size of a group of queries that share a step, at most
+                `MAX_CONCURRENT_SCORES`; other calls may add queries to it.
             options: arguments of the engine's `generate`.
 
         Raises:
@@ -140,7 +133,7 @@ class ScoreClient:
             query = queries[index]
             sampling = copy(_SAMPLING)
             async with room:
-                score = query.score(group or _ALONE)
+                score = query.score(group, group_size)
                 attach(sampling, replace(decided[query.kind], score=score))
                 outputs = stream_outputs(
                     self._engine,

@@ -13,7 +13,7 @@ import math
 import uuid
 from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import create_model
 
@@ -23,7 +23,6 @@ from vllm.diffusion.api.likelihood.prompt_scores import (
     MAX_CONCURRENT_SCORES,
     TERMS,
     ScoreClient,
-    ScoreGroup,
     ScoreQuery,
 )
 from vllm.diffusion.api.protocol import set_priority
@@ -85,43 +84,6 @@ DecisionRequest = create_model(
 )
 
 
-class AnswerSlot(NamedTuple):
-    """A mask at the position of an answer.
-
-    Attributes:
-        position: position in the sequence.
-        label_ids: first token of each label at that position.
-    """
-
-    position: int
-    label_ids: tuple[int, ...]
-
-
-class DecisionPrompt(NamedTuple):
-    """A sequence that asks some questions, with a mask at the position of each answer."""
-
-    tokens: list[int]
-    slots: list[AnswerSlot]
-
-    @property
-    def query(self) -> ScoreQuery:
-        """Query for the scores of this prompt."""
-        positions = [slot.position for slot in self.slots]
-        return ScoreQuery(self.tokens, positions, [slot.label_ids for slot in self.slots])
-
-    def without(self, chosen: Sequence[int]) -> list[DecisionPrompt]:
-        """Return a prompt for each slot in which all other slots contain the chosen labels."""
-        answered = list(self.tokens)
-        for slot, label in zip(self.slots, chosen, strict=True):
-            answered[slot.position] = slot.label_ids[label]
-        decision_prompts = []
-        for slot in self.slots:
-            tokens = list(answered)
-            tokens[slot.position] = self.tokens[slot.position]
-            decision_prompts.append(DecisionPrompt(tokens, [slot]))
-        return decision_prompts
-
-
 class BlockStrategy(NextTokenStrategy):
     """Strategy of block-causal families: one sequence per question, scored at its first reply
     token.
@@ -176,44 +138,39 @@ class BlockStrategy(NextTokenStrategy):
             return rendered
 
         options = {"priority": priority, "trace_headers": trace_headers}
-        decision_prompts = await self._decision_prompts(state, questions, prompt)
-        reads = await self._score_prompts(decision_prompts, request_id, options)
+        queries = await self._queries(state, questions, prompt)
+        reads = await self._scores(queries, request_id, options)
         if self.passes == 1 or len(questions) == 1:
             return reads
-        again = [
-            other
-            for decision_prompt in decision_prompts
-            for other in decision_prompt.without(
-                [read.probs.index(max(read.probs)) for read in reads]
-            )
-        ]
-        second = await self._score_prompts(again, f"{request_id}-again", options)
+        chosen = [read.probs.index(max(read.probs)) for read in reads]
+        again = [other for query in queries for other in _answered(query, chosen)]
+        second = await self._scores(again, f"{request_id}-again", options)
         second[0].input_tokens += sum(read.input_tokens for read in reads)
         return second
 
-    async def _decision_prompts(
+    async def _queries(
         self,
         state: str,
         questions: list[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
-    ) -> list[DecisionPrompt]:
-        """Return the sequences of a call, made from its prompts."""
-        decision_prompts = []
+    ) -> list[ScoreQuery]:
+        """Return the sequences of a call, with a mask at the position of each answer.
+
+        The scored tokens of a position are the first tokens of the labels there.
+        """
+        queries = []
         for question in questions:
             before = await prompt(self._content(state, question))
             labels = self._label_ids(self._end_of(before), question)
-            slot = AnswerSlot(len(before), labels)
-            decision_prompts.append(DecisionPrompt(masked_behind(before, self._validator), [slot]))
-        return decision_prompts
+            masked = masked_behind(before, self._validator)
+            queries.append(ScoreQuery(masked, [len(before)], [labels]))
+        return queries
 
-    async def _score_prompts(
-        self, decision_prompts: list[DecisionPrompt], request_id: str, options: dict[str, Any]
+    async def _scores(
+        self, queries: list[ScoreQuery], request_id: str, options: dict[str, Any]
     ) -> list[QuestionRead]:
-        queries = [decision_prompt.query for decision_prompt in decision_prompts]
-        group = ScoreGroup(request_id, len(queries))
-        results = await self._score_client.run(
-            queries, request_id, self.terms, group=group, **options
-        )
+        group: dict[str, Any] = {"group": request_id, "group_size": len(queries)}
+        results = await self._score_client.run(queries, request_id, self.terms, **group, **options)
         question_reads = []
         for query, result in zip(queries, results, strict=True):
             for number, labels in enumerate(query.token_ids):
@@ -266,12 +223,12 @@ class MaskStrategy(BlockStrategy):
     def num_requests(self, questions: list[Question]) -> int:
         return 1
 
-    async def _decision_prompts(
+    async def _queries(
         self,
         state: str,
         questions: list[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
-    ) -> list[DecisionPrompt]:
+    ) -> list[ScoreQuery]:
         if len(questions) == 1:
             tokens = await prompt(self._content(state, questions[0]))
             pieces = [self._end_of(tokens)]
@@ -279,15 +236,30 @@ class MaskStrategy(BlockStrategy):
             tokens = await prompt(_content_of_several(state, questions))
             pieces = [f"\nQuestion {number}:\n" for number in range(1, len(questions) + 1)]
             pieces[0] = pieces[0].lstrip()
-        slots = []
+        positions, label_ids = [], []
         for piece, question in zip(pieces, questions, strict=True):
             if len(questions) > 1:
                 if piece not in self._pieces:
                     self._pieces[piece] = self._tokenizer().encode(piece, add_special_tokens=False)
                 tokens += self._pieces[piece]
-            slots.append(AnswerSlot(len(tokens), self._label_ids(piece, question)))
+            positions.append(len(tokens))
+            label_ids.append(self._label_ids(piece, question))
             tokens.append(self._validator.mask_id)
-        return [DecisionPrompt([*tokens, *self._validator.turn_end], slots)]
+        return [ScoreQuery([*tokens, *self._validator.turn_end], positions, label_ids)]
+
+
+def _answered(query: ScoreQuery, chosen: Sequence[int]) -> list[ScoreQuery]:
+    """Return a query for each position; in each, the other positions contain the chosen labels."""
+    places = list(zip(query.positions, query.token_ids, strict=True))
+    answered = list(query.prompt)
+    for (position, label_ids), label in zip(places, chosen, strict=True):
+        answered[position] = label_ids[label]
+    queries = []
+    for position, label_ids in places:
+        tokens = list(answered)
+        tokens[position] = query.prompt[position]
+        queries.append(ScoreQuery(tokens, [position], [label_ids]))
+    return queries
 
 
 def _content_of_several(state: str, questions: list[Question]) -> str:
@@ -390,7 +362,8 @@ class _NextTokens:
     ) -> None:
         self._engine, self._validator, self._terms = engine, validator, terms
         self._score_client = ScoreClient(engine, validator)
-        self._group = ScoreGroup(uuid.uuid4().hex, min(num_items, MAX_CONCURRENT_SCORES))
+        self._group = uuid.uuid4().hex
+        self._group_size = min(num_items, MAX_CONCURRENT_SCORES)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -409,7 +382,12 @@ class _NextTokens:
         query = ScoreQuery(masked_behind(prompt, self._validator), [len(prompt)], [labels])
         try:
             (result,) = await self._score_client.run(
-                [query], request_id, self._terms, group=self._group, **options
+                [query],
+                request_id,
+                self._terms,
+                group=self._group,
+                group_size=self._group_size,
+                **options,
             )
         except (RequestRefused, RequestTimedOut) as error:
             self.error = error

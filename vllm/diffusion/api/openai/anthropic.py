@@ -68,7 +68,7 @@ def _read_messages(body: dict[str, Any]) -> dict[str, Any]:
 
 
 MessagesBody = with_diffusion_fields(
-    _Open, "MessagesBody", "Body of POST /v1/messages.", _UPSTREAMS, _read_messages
+    _Open, "MessagesBody", "Body of POST /v1/messages.", _read_messages
 )
 CountTokensBody = body_class(
     AnthropicCountTokensRequest,

@@ -26,26 +26,27 @@ from vllm.diffusion.guided.guides import SPEC, packed, requested_spec, spec_of_t
 from vllm.diffusion.request.decision import IGNORED, RESERVED_EXTRA_ARGS
 from vllm.diffusion.request.fields import BY_NAME, SPELLINGS, canonical
 from vllm.diffusion.request.params import SEED_BITS
+from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.tokenizers import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_EFFORT = ("reasoning_effort", "reasoning")
-# Variables of chat templates that are set from these fields.
+# Variables of chat templates that are set from the fields with the effect "thinking".
 _THINKING = ("enable_thinking", "reasoning_effort")
 _DEFAULT_MAX_TOKENS = 16  # default of OpenAI's completions
 
-# Parameters that upstream's bodies declare and pass on. Seeds are excluded, because upstream's
-# have 63 bits and ours, which answers report, have 64. `top_p` and `top_k` are excluded, because
-# upstream drops them at temperature 0, where they have an effect in some families.
-_UPSTREAMS = (SPELLINGS.keys() & CompletionRequest.model_fields.keys()) - {"seed", "top_p", "top_k"}
+# Parameters that upstream's bodies declare, but whose values are not left to upstream. Upstream's
+# seeds have 63 bits; ours, which answers report, have 64. Upstream drops `top_p` and `top_k` at
+# temperature 0, where they have an effect in some families.
+OURS = frozenset({"seed", "top_p", "top_k"})
 
 
 class _CompletionBase(CompletionRequest):
@@ -88,18 +89,18 @@ ChatCompletionBody = with_diffusion_fields(
     ChatCompletionRequest,
     "ChatCompletionBody",
     "Body of POST /v1/chat/completions.",
-    _UPSTREAMS,
     _read_chat,
+    OURS,
 )
 ChatBatchBody = with_diffusion_fields(
     BatchChatCompletionRequest,
     "ChatBatchBody",
     "Body of POST /v1/chat/completions/batch.",
-    _UPSTREAMS & BatchChatCompletionRequest.model_fields.keys(),
     _read_batch,
+    OURS,
 )
 CompletionBody = with_diffusion_fields(
-    _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", _UPSTREAMS
+    _CompletionBase, "CompletionBody", "Body of POST /v1/completions.", ours=OURS
 )
 
 
@@ -197,23 +198,34 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
             raise InvalidParameterError(
                 name, value, f"it contradicts vllm_xargs, {name}: {extra[name]!r}"
             )
-    extra |= {k: v for k, v in given.items() if k not in _UPSTREAMS or k == "max_tokens"}
+    upstreams = _upstreams_parameters(type(request)) - {"max_tokens"}
+    extra |= {name: value for name, value in given.items() if name not in upstreams}
     # Upstream handles the seed, and answer i uses seed + i.
     if "seed" in extra:
         request.seed = extra.pop("seed") % 2**SEED_BITS
     if any(word in template for word in _THINKING):
-        ignored = [name for name in ignored if name not in _EFFORT]
+        ignored = [name for name in ignored if not _controls_thinking(name)]
     variables = getattr(request, "chat_template_kwargs", None) or {}
     unread = [f"chat_template_kwargs.{name}" for name in variables if name not in template]
     extra[IGNORED] = [*ignored, *unread, *elsewhere]
     return extra
 
 
+def _upstreams_parameters(body: type[BaseModel]) -> frozenset[str]:
+    """Return the parameters that upstream's class of a body declares and passes on."""
+    upstreams: Any = next(base for base in body.__mro__ if OpenAIBaseModel in base.__bases__)
+    return frozenset(SPELLINGS.keys() & upstreams.model_fields.keys()) - OURS
+
+
+def _controls_thinking(name: str) -> bool:
+    return name in UPSTREAM_FIELDS and UPSTREAM_FIELDS[name].effect == "thinking"
+
+
 def _given(request: Any) -> dict[str, Any]:
     """Return the diffusion parameters of a body under canonical names."""
     given = {name: getattr(request, name) for name in SPELLINGS if name in request.model_fields_set}
-    for name in ("max_completion_tokens", "max_output_tokens"):
-        value = getattr(request, name, None)
+    for name, field in UPSTREAM_FIELDS.items():
+        value = getattr(request, name, None) if field.replaced_by == "max_tokens" else None
         if value is not None:
             if given.get("max_tokens") not in (None, value):
                 contradicts = f"it contradicts max_tokens: {given['max_tokens']!r}"

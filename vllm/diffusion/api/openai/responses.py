@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from vllm.diffusion.api.bodies import check_chosen_tool, refuse_canvas
 from vllm.diffusion.api.conversations import read_items
-from vllm.diffusion.api.openai.openai_protocol import extra_args, plain
+from vllm.diffusion.api.openai.openai_protocol import OURS, extra_args, plain
 from vllm.diffusion.api.openai.openai_serving import Diffusion, put_report
 from vllm.diffusion.api.openai.tool_calls import CallParser, offered
 from vllm.diffusion.api.schema import with_diffusion_fields
@@ -24,7 +24,6 @@ from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, packed, spec_of, spec_of_tools
 from vllm.diffusion.request.decision import IGNORED, attach
-from vllm.diffusion.request.fields import SPELLINGS
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.utils import construct_tool_dicts
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_UPSTREAMS = (SPELLINGS.keys() & ResponsesRequest.model_fields.keys()) - {"seed", "top_p", "top_k"}
-
 
 def _read_responses(body: dict[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
@@ -49,7 +46,7 @@ def _read_responses(body: dict[str, Any]) -> dict[str, Any]:
 
 
 ResponsesBody = with_diffusion_fields(
-    ResponsesRequest, "ResponsesBody", "Body of POST /v1/responses.", _UPSTREAMS, _read_responses
+    ResponsesRequest, "ResponsesBody", "Body of POST /v1/responses.", _read_responses, OURS
 )
 
 

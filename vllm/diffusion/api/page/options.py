@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.request.algorithms import algorithms_for
-from vllm.diffusion.request.decision import default_of
-from vllm.diffusion.request.fields import BY_NAME
+from vllm.diffusion.request.fields import BY_NAME, value_of
 from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
 
 if TYPE_CHECKING:
@@ -87,4 +86,4 @@ def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
         return default if default in algorithm.caches else algorithm.caches[0]
     if name == "steps":
         return model.defaults.get(name) or model.default_steps
-    return default_of(name, algorithm, model)
+    return value_of(BY_NAME[name], {}, algorithm, model)

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 
-from vllm.diffusion.api.bodies import check_template_kwargs, check_text_lengths
+from vllm.diffusion.api.bodies import (
+    check_template_kwargs,
+    check_text_lengths,
+    max_characters,
+)
 from vllm.diffusion.api.prometheus import begin_request
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -96,9 +100,8 @@ def check(body: bytes, max_text_length: int) -> None:
 
 def max_text_length(engine: Any) -> int:
     """Return the maximum number of characters of a prompt, at least `MIN_TEXT_LENGTH`."""
-    tokenizer, max_tokens = engine.renderer.tokenizer, engine.model_config.max_model_len
-    per_token = 1 if tokenizer is None else int(tokenizer.max_chars_per_token)
-    return max(MIN_TEXT_LENGTH, int(max_tokens) * per_token)
+    max_tokens = int(engine.model_config.max_model_len)
+    return max(MIN_TEXT_LENGTH, max_characters(engine.renderer.tokenizer, max_tokens))
 
 
 def fault_of(cause: BaseException | None) -> InvalidParameterError | None:
