@@ -78,7 +78,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection]:
     [
         ([*SERVER, "--model", "m"], True),
         ([*SERVER, "--help"], False),
-        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binds the processes that it starts
+        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binding depends on the started program
         (["python", "-m", "pytest", "vllm.entrypoints.api_server"], False),
         (["python", "script.py", "-m"], False),
     ],

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from tests.checkpoint_files import weights_of
 from tests.programs import ROOT, output_of, wait_for
 from tests.server.client import ANSWER, GENERATE, PUZZLE, ROUTES, Client, body_for, refusal
 from tests.server.process import (
@@ -76,7 +77,7 @@ def update(client: Client, path: str, version: str | None = None) -> None:
 
 def write_weights(model_dir: Path, folder: Path, factor: float = 1.0) -> None:
     """Write the model's weights, with the logit head multiplied by `factor`."""
-    weights = {k: v for f in model_dir.glob("*.safetensors") for k, v in load_file(f).items()}
+    weights = weights_of(model_dir)
     head = weights["model.transformer.ff_out.weight"]
     weights["model.transformer.ff_out.weight"] = head * factor
     folder.mkdir()
