@@ -28,7 +28,7 @@ from vllm.diffusion.guided.guides import (
     unpacked,
 )
 from vllm.diffusion.request.algorithms import GUIDED_CACHES, NEVER, algorithms_for
-from vllm.diffusion.request.edit_values import edits_of
+from vllm.diffusion.request.edits import edits_of
 from vllm.diffusion.request.fields import BY_NAME, FIELDS, canonical, named_algorithm, value_of
 from vllm.diffusion.request.lengths import decide_lengths
 from vllm.diffusion.request.likelihood import (
