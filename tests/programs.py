@@ -3,11 +3,15 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 120
+PATIENCE_S = 60.0  # seconds for a short operation, so that a busy machine fails no test
+POLL_S = 0.05
 
 
 def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -38,3 +42,11 @@ def output_of(*command: Any, **options: Any) -> str:
     done = run(*command, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def wait_for(is_met: Callable[[], bool]) -> None:
+    """Wait until a condition is met, for at most a minute."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_met():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(POLL_S)

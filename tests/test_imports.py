@@ -24,7 +24,8 @@ def test_a_circle_is_seen() -> None:
 
 def test_there_is_no_circle() -> None:
     grimp = pytest.importorskip("grimp")  # missing if only a server's requirements are installed
-    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    # A type may name a module that imports this one: a guest has the runner, which has guests.
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None, exclude_type_checking_imports=True)
     assert "vllm.diffusion.sampling.sampler" in graph.modules
     imports = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
     assert not circle_of(imports)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from benchmarks.context_length.measure import Request, ordinary_ids
 from benchmarks.context_length.memory import GpuMemory
 from benchmarks.context_length.records import NOT_STARTED, OK, Results, SettingsDiffer
 from benchmarks.context_length.runner import LengthRange, Range, search
-from tests.programs import ROOT
+from tests.programs import ROOT, wait_for
 
 STAND_IN = ROOT / "tests" / "benchmarks" / "stand_in_server.py"
 DRAW = harness.draw
@@ -337,13 +336,6 @@ def hear_signals() -> None:
     """Restore the default of signals, which a shell without job control or nohup ignores."""
     for number in runner.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-
-
-def wait_for(is_met: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_met():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -313,6 +313,12 @@ def assert_alike(answer: Response, wanted: Run) -> None:
     assert answer.finish_reason == "length"
 
 
+def num_cached(engine: Engine, one: Request) -> int:
+    """Return the number of prompt tokens whose keys and values were reused."""
+    (output,) = engine.outputs(one)
+    return int(output.num_cached_tokens)
+
+
 def refusal_error() -> Any:
     """Return the exception that upstream turns into status 400."""
     from vllm.exceptions import VLLMValidationError

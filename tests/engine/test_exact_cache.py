@@ -19,6 +19,7 @@ from tests.engine.harness import (
     Engine,
     Request,
     Response,
+    num_cached,
     record,
     rows_of_launches,
     running,
@@ -26,6 +27,7 @@ from tests.engine.harness import (
     speculating,
     start,
     step,
+    tokens,
     uncached,
 )
 from tests.engine.schedules import run_schedule
@@ -98,8 +100,7 @@ def fill_with_nan(engine: Engine) -> None:
 
 
 def same(answers: list[Response], wanted: list[Response]) -> None:
-    assert [a.token_ids for a in answers] == [w.token_ids for w in wanted]
-    assert [a.num_forwards for a in answers] == [w.num_forwards for w in wanted]
+    assert tokens(answers) == tokens(wanted)
     assert {a.finish_reason for a in answers} == {"length"}
 
 
@@ -257,11 +258,6 @@ def test_a_request_that_is_only_read(engine: Engine) -> None:
 
 
 # ---- shared prefixes ---------------------------------------------------------------------------
-
-
-def num_cached(engine: Engine, one: Request) -> int:
-    (output,) = engine.outputs(one)
-    return int(output.num_cached_tokens)
 
 
 def test_what_is_final_is_found_by_those_who_come_later(engine: Engine) -> None:

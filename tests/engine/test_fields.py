@@ -45,12 +45,6 @@ def ways(algorithms: Any, length: int = 8) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def llada(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
-    with running(checkpoint("mha")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def sdar(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
     with running(checkpoint("sdar")) as engine:
         yield engine
@@ -83,8 +77,8 @@ def test_an_end_does_not_move_before_the_least_length(checkpoint: Callable[[str]
     assert all(len(answer.token_ids) > LEAST for answer in answers)
 
 
-def test_every_algorithm_and_cache(llada: Engine) -> None:
-    check_ways(llada, ways(ALGORITHMS))
+def test_every_algorithm_and_cache(engine: Engine) -> None:
+    check_ways(engine, ways(ALGORITHMS))
 
 
 def test_every_algorithm_and_cache_of_a_block_causal_family(sdar: Engine) -> None:
@@ -106,25 +100,25 @@ SHAPED: list[dict[str, Any]] = [
 
 
 def test_neighbours_and_chunks_change_nothing(
-    llada: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asks = [
         Request(random_prompt(9 + i, i), {**own, "ignore_eos": True})
         for i, own in enumerate(SHAPED)
     ]
-    alone = [llada.ask(ask)[0].token_ids for ask in asks]
-    assert [answer.token_ids for answer in llada.ask(*asks)] == alone
-    assert [answer.token_ids for answer in llada.ask(*asks[::-1])] == alone[::-1]
-    planner = llada.runner.planner
+    alone = [engine.ask(ask)[0].token_ids for ask in asks]
+    assert [answer.token_ids for answer in engine.ask(*asks)] == alone
+    assert [answer.token_ids for answer in engine.ask(*asks[::-1])] == alone[::-1]
+    planner = engine.runner.planner
     monkeypatch.setattr(planner, "plan", lambda *_, **__: CUT)
-    assert [answer.token_ids for answer in llada.ask(*asks)] == alone
+    assert [answer.token_ids for answer in engine.ask(*asks)] == alone
 
 
-def test_several_answers(llada: Engine) -> None:
+def test_several_answers(engine: Engine) -> None:
     """Several answers share a prompt, and each of them samples with its own seed."""
     extra = {**NOISY, **WARM, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True}
-    apart = [llada.ask(Request(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
-    outputs = llada.llm.generate(
+    apart = [engine.ask(Request(random_prompt(9), {**extra, "seed": 5 + i}))[0] for i in range(3)]
+    outputs = engine.llm.generate(
         [{"prompt_token_ids": random_prompt(9)}],
         [sampling(extra, n=3)],
         use_tqdm=False,
@@ -140,16 +134,16 @@ def sampling(extra: dict[str, Any], **fields: Any) -> Any:
     return SamplingParams(temperature=0.9, extra_args=extra, **fields)
 
 
-def test_bad_words_of_several_tokens(llada: Engine) -> None:
+def test_bad_words_of_several_tokens(engine: Engine) -> None:
     """With one token per step, the bad word appears in neither order of commits."""
-    tokenizer: Any = llada.llm.get_tokenizer()
+    tokenizer: Any = engine.llm.get_tokenizer()
     letters = tokenizer.encode("abcd", add_special_tokens=False)
     own = {**BLOCKS, **WARM, "steps": 32, "allowed_token_ids": letters, "ignore_eos": True}
 
     def answers(**fields: Any) -> list[list[int]]:
         """Return answers to requests with these fields of upstream's SamplingParams."""
         asks = [Request(random_prompt(9), {**own, "seed": seed}, fields) for seed in range(4)]
-        return [answer.token_ids for answer in llada.ask(*asks)]
+        return [answer.token_ids for answer in engine.ask(*asks)]
 
     pairs = Counter(pair for ids in answers() for pair in pairwise(ids))
     ((first, second), count), *_ = pairs.most_common()
@@ -160,32 +154,32 @@ def test_bad_words_of_several_tokens(llada: Engine) -> None:
     assert {first, second} <= {token for ids in without for token in ids} <= set(letters)
 
 
-def test_gaps_of_a_prompt_and_a_suffix(llada: Engine) -> None:
+def test_gaps_of_a_prompt_and_a_suffix(engine: Engine) -> None:
     """Edited logits apply to infilled gaps. A gap has no end, so no token is forbidden there."""
     from tests.checkpoints import MASK_ID
 
     prompt = [*random_prompt(5), MASK_ID, MASK_ID, *random_prompt(4, 1)]
     extra = {**BLOCKS, "allow_infill": True, "allowed_token_ids": ALLOWED, "ignore_eos": True}
-    (answer,) = llada.ask(Request(prompt, {**extra, "presence_penalty": 2.0}))
+    (answer,) = engine.ask(Request(prompt, {**extra, "presence_penalty": 2.0}))
     assert set(answer.report["infilled"].values()) <= set(ALLOWED)
     assert set(answer.token_ids) <= set(ALLOWED)
     ends = {str(EOS_ID): 100}
     between = {"gen_length": 32, "steps": 32, "suffix_ids": random_prompt(7), "max_tokens": 12}
-    (answer,) = llada.ask(
+    (answer,) = engine.ask(
         Request(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends})
     )
     assert len(answer.token_ids) == 7 and answer.token_ids[-1] == EOS_ID
 
 
-def test_guided_output_weighs_edited_probabilities(llada: Engine) -> None:
+def test_guided_output_weighs_edited_probabilities(engine: Engine) -> None:
     """Guided output takes a forbidden token only if no other token matches the format."""
     room = {"gen_length": 32, "block_length": 16, "steps": 16}
-    vocabulary: dict[str, int] = llada.llm.get_tokenizer().get_vocab()
+    vocabulary: dict[str, int] = engine.llm.get_tokenizer().get_vocab()
 
     def answer(pattern: str, letter: str) -> str:
         bias = {str(token): -100 for text, token in vocabulary.items() if letter in text}
         parameters = {**room, "logit_bias": bias, "structured_outputs": {"regex": pattern}}
-        return llada.ask(Request(random_prompt(9), parameters))[0].text
+        return engine.ask(Request(random_prompt(9), parameters))[0].text
 
     assert answer("[ab]{6}c", "a") == "bbbbbbc"
     assert answer("[ab]{6}c", "b") == "aaaaaac"

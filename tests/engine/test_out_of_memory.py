@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of steps: reports, refused requests, and running out of memory."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,16 +168,13 @@ def shape(engine: Engine) -> ModelShape:
 
 
 def required_bytes(shape: ModelShape, *demands: Demand) -> int:
-    """Return the smallest pool for steps of all these requests, up to 256 bytes too large."""
-    low, high = 1, 1 << 22
-    while high - low > 256:
-        middle = (low + high) // 2
-        small = Admission(Planner(shape, middle, row_budget=4096))
-        if small.obstacle(demands[1:], demands[0]) is None:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    """Return the smallest pool in which steps of all these requests fit."""
+
+    def fits(num_bytes: int) -> bool:
+        small = Admission(Planner(shape, num_bytes, row_budget=4096))
+        return small.obstacle(demands[1:], demands[0]) is None
+
+    return 1 + bisect_left(range(1, 1 << 22), True, key=fits)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
@@ -511,14 +512,12 @@ def test_a_second_step_of_those_that_have_one_forward_waits_behind_the_first() -
 
 def smallest_budget(demands: list[Demand], row_budget: int) -> int:
     """Return the smallest pool with which the last of these requests joins the others."""
-    low, high = 1, GIB
-    while low < high:
-        middle = (low + high) // 2
-        if admission_of(TINY, middle, row_budget).obstacle(demands[:-1], demands[-1]) is None:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+
+    def joins(num_bytes: int) -> bool:
+        admission = admission_of(TINY, num_bytes, row_budget)
+        return admission.obstacle(demands[:-1], demands[-1]) is None
+
+    return 1 + bisect_left(range(1, GIB), True, key=joins)
 
 
 def test_first_forwards_need_the_memory_of_one_shared_step() -> None:

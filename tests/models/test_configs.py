@@ -306,17 +306,10 @@ FOREIGN: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", sorted(RELEASED))
-@pytest.mark.parametrize(("key", "value"), FOREIGN, ids=[key for key, _ in FOREIGN])
-def test_what_other_forwards_have_is_refused(family: str, key: str, value: Any) -> None:
-    with pytest.raises(ModelConfigError) as refused:
-        make_config(family, **{key: value})
-    assert (refused.value.key, refused.value.given) == (key, value)
-
-
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
+        *((family, *foreign) for foreign in FOREIGN for family in sorted(RELEASED)),
         *((family, "attention_bias", False) for family in ("dream", "fast_dllm")),
         *((family, "weight_tying", True) for family in ("dream", "sdar", "moe", "nemotron")),
         ("llada", "tie_word_embeddings", True),

@@ -14,7 +14,6 @@ import torch
 from tests.reference import shaping
 from tests.sampling.support import EOS, EOT, MASK, MODEL, GivenLogits
 from vllm.diffusion.decoding import make_rule
-from vllm.diffusion.ops import sampling as ops_sampling
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import (
     DIFFULLAMA,
@@ -64,11 +63,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 WORDS = {"a": (3,), "bc": (6, 9), " a": (1, 3), " bc": (1, 6, 9)}
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
 def row_of_logits() -> Tensor:

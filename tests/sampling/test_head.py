@@ -38,8 +38,7 @@ DEMANDING: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.diffusion.ops.sampling.get_tensor_model_parallel_world_size", int)
+def always_in_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "samples_in_head", lambda x, matrix: True)  # regardless of speed
 
 

@@ -45,12 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a single rank without process groups."""
-    monkeypatch.setattr(ops_sampling, "get_tensor_model_parallel_world_size", lambda: 1)
-
-
 def chosen(
     logits: Tensor,
     part: RowGroup,

@@ -101,6 +101,20 @@ def events(lines: Iterable[str]) -> Iterator[str]:
             yield line.removeprefix("data: ")
 
 
+def text_of(answer: dict[str, Any]) -> str:
+    """Return the text of an answer, or the text that an event adds."""
+    assert "error" not in answer
+    if isinstance(answer.get("text"), list):
+        return str(answer["text"][0])
+    if "output" in answer:  # the shape of /v1/responses
+        return str(answer["output"][0]["content"][0]["text"])
+    if isinstance(answer.get("content"), list):  # the shape of /v1/messages
+        return str(answer["content"][0]["text"])
+    choice = next(iter(answer.get("choices", [])), {})
+    message = choice.get("message") or choice.get("delta") or {}
+    return str(message.get("content") or choice.get("text") or "")
+
+
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     """Return the error of a refusal, after checking that it has OpenAI's shape."""
     assert response.status_code == status, response.text

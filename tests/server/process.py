@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from benchmarks.server_process import free_port, is_healthy
-from tests.programs import ROOT
+from tests.programs import PATIENCE_S, POLL_S, ROOT
 from tests.server.fork_server import ForkServer
 
 MODEL = ROOT / "models" / "llada-tiny"
@@ -24,8 +24,6 @@ MODEL_NAME = "llada-tiny"
 SERVER = (sys.executable, "-m", "vllm.entrypoints.api_server")
 START_S = 300.0  # seconds; the first start after an installation compiles upstream's modules
 STOP_S = 120.0
-PATIENCE_S = 60.0  # seconds for a short operation, so that a busy machine fails no test
-POLL_S = 0.05
 KEEP_ALIVE_S = 2.0  # seconds; a server closes an idle connection after 5
 
 

@@ -17,6 +17,7 @@ from tests.server.client import (
     Client,
     body_for,
     refusal,
+    text_of,
 )
 from tests.server.process import MODEL_NAME
 
@@ -52,14 +53,6 @@ def with_content(route: str, content: Any) -> dict[str, Any]:
     if route == BATCH:
         return {"model": MODEL_NAME, "messages": [[message]]}
     return {"model": MODEL_NAME, "messages": [message], "max_tokens": 32}
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    if "choices" in answer:
-        return str(answer["choices"][0]["message"]["content"])
-    if "output" in answer:
-        return str(answer["output"][0]["content"][0]["text"])
-    return str(answer["text"][0] if "text" in answer else answer["content"][0]["text"])
 
 
 def prompt_of(client: Client, messages: list[Any], **fields: Any) -> str:

@@ -3,7 +3,6 @@
 
 import contextlib
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +11,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
+from tests.programs import wait_for
 from tests.server.browser import Browser
 from tests.server.client import Client
-from tests.server.process import PATIENCE_S, POLL_S, ServerProcess
+from tests.server.process import PATIENCE_S, ServerProcess
 from vllm.diffusion import __version__
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import EXAMPLES, shown
@@ -131,9 +131,7 @@ def guarded() -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    wait_for(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.programs import ROOT, TIMEOUT_S, output_of, run_python
-from tests.server.client import ANSWER, QUESTION, Client
+from tests.server.client import ANSWER, QUESTION, Client, text_of
 from tests.server.fork_server import ForkServer
 from tests.server.process import MODEL_NAME, ServerProcess, environment
 from tests.stub_server import Stub
@@ -157,20 +157,6 @@ def test_a_documented_curl_line(client: Client, server: ServerProcess, line: str
     if "France" not in line and "3 plus 4" not in line:
         return
     assert "capital of France is Paris" in said or "3 plus 4 is 7" in said
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    """Return the text of an answer, or the text that an event adds."""
-    assert "error" not in answer
-    if isinstance(answer.get("text"), list):
-        return str(answer["text"][0])
-    if "output" in answer:  # the shape of /v1/responses
-        return str(answer["output"][0]["content"][0]["text"])
-    if isinstance(answer.get("content"), list):  # the shape of /v1/messages
-        return str(answer["content"][0]["text"])
-    choice = next(iter(answer.get("choices", [])), {})
-    message = choice.get("message") or choice.get("delta") or {}
-    return str(message.get("content") or choice.get("text") or "")
 
 
 def test_the_readme_asks_every_kind_of_route() -> None:

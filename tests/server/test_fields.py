@@ -17,6 +17,7 @@ from tests.server.client import (
     RESPONSES,
     ROUTES,
     body_for,
+    text_of,
 )
 from tests.server.process import MODEL_NAME
 
@@ -38,13 +39,6 @@ SETTINGS: dict[str, Any] = {
     "min_tokens": 2,
     "seed": 3,
 }
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    if "text" in answer:
-        return str(answer["text"][0])
-    choice = answer["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 def tokens_of(client: Client, text: str) -> list[int]:

@@ -24,6 +24,7 @@ from tests.server.client import (
     Client,
     body_for,
     refusal,
+    text_of,
 )
 from tests.server.process import MODEL_NAME, ServerProcess
 
@@ -42,22 +43,15 @@ FORMAT: dict[str, Any] = {
 }
 
 
-def text_of(route: str, answer: dict[str, Any]) -> str:
-    if route == GENERATE:
-        return str(answer["text"][0])
-    choice = answer["choices"][0]
-    return str(choice["message"]["content"] if route == CHAT else choice["text"])
-
-
 def test_every_route_answers_by_schema_and_regex(client: Client) -> None:
     for route in (CHAT, COMPLETIONS, GENERATE):
         for temperature in (0, 1.5):
             parameters = {"gen_length": 96, "steps": 24, "temperature": temperature}
             body = body_for(route, response_format=FORMAT, **parameters)
-            City.model_validate_json(text_of(route, client.http.post(route, json=body).json()))
+            City.model_validate_json(text_of(client.http.post(route, json=body).json()))
         body = body_for(route, gen_length=32, structured_outputs={"regex": "[a-z]{5}"})
         answer = client.http.post(route, json=body).json()
-        assert re.fullmatch("[a-z]{5}", text_of(route, answer)), answer
+        assert re.fullmatch("[a-z]{5}", text_of(answer)), answer
 
 
 def test_a_stream_answers_by_schema(client: Client) -> None:
@@ -103,7 +97,7 @@ def test_an_answer_that_fills_its_canvas_is_complete(client: Client) -> None:
             assert answer["stop_reason"] == "end_turn"
             assert json.loads(answer["content"][0]["text"]) == {"names": ["", ""]}
             continue
-        assert json.loads(text_of(route, answer)) == {"names": ["", ""]}
+        assert json.loads(text_of(answer)) == {"names": ["", ""]}
         *_, last = client.events(route, body)
         for message in (answer, last):
             choices = [message] if route == GENERATE else message["choices"]

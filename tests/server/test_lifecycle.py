@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.programs import ROOT, output_of, run
+from tests.programs import ROOT, output_of, run, wait_for
 from tests.server.client import (
     ANSWER,
     CHAT,
@@ -33,7 +33,6 @@ from tests.server.client import (
 from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
-    POLL_S,
     SERVER,
     START_S,
     ServerProcess,
@@ -167,13 +166,6 @@ def first_word(log: str) -> float:
     assert match, log
     year = time.localtime().tm_year
     return time.mktime(time.strptime(f"{year}-{match[1]}", "%Y-%m-%d %H:%M:%S"))
-
-
-def wait_for(is_met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_met():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(POLL_S)
 
 
 def wait_for_requests(http: httpx.Client, wanted: int) -> None:

@@ -3,11 +3,11 @@
 
 import json
 import socket
-import time
 from typing import Any
 
 import pytest
 
+from tests.programs import wait_for
 from tests.reference import likelihood
 from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
@@ -148,7 +148,5 @@ def test_who_hangs_up_leaves_nothing_in_the_engine(client: Client) -> None:
     url = client.http.base_url
     with socket.create_connection((url.host, url.port)) as connection:
         connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        deadline = time.monotonic() + 30
-        while not client.num_requests():
-            assert time.monotonic() < deadline, "it has not begun"
+        wait_for(lambda: client.num_requests() > 0)
     client.wait_for_num_requests(0)

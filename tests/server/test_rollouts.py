@@ -4,7 +4,6 @@
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.programs import ROOT, output_of
+from tests.programs import ROOT, output_of, wait_for
 from tests.server.client import ANSWER, GENERATE, PUZZLE, ROUTES, Client, body_for, refusal
 from tests.server.process import (
     MODEL_NAME,
     PATIENCE_S,
-    POLL_S,
     SERVER,
     ServerProcess,
     environment,
@@ -169,10 +167,7 @@ def test_a_pause_ends_what_runs_while_somebody_waits(
         paused = threads.submit(trained.http.post, "/pause", params={"mode": mode})
         if mode == "abort":
             assert paused.result(PATIENCE_S).status_code == 200
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_paused(trained):  # from now on, new requests wait
-            assert time.monotonic() < deadline
-            time.sleep(POLL_S)
+        wait_for(lambda: is_paused(trained))  # from now on, new requests wait
         waiting = threads.submit(trained.generate, prompt=PUZZLE, gen_length=32)
         assert paused.result(PATIENCE_S).status_code == 200
         assert running.result(PATIENCE_S)["finish_reason"] == [reason]

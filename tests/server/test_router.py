@@ -5,16 +5,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.programs import wait_for
 from tests.server.client import ANSWER, CHAT, COMPLETIONS, PUZZLE, Client, body_for, refusal
 from tests.server.process import (
     MODEL_NAME,
-    PATIENCE_S,
-    POLL_S,
     SERVER,
     ServerProcess,
     free_port,
@@ -65,13 +63,6 @@ def committed(server: ServerProcess) -> float:
         return Client(http).metric("dllm:committed_tokens_total")
 
 
-def wait_until(is_met: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_met():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(POLL_S)
-
-
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, ALIAS])
 def test_fields_and_reports_pass_and_requests_are_shared(
     fleet: Fleet, http: httpx.Client, route: str
@@ -83,7 +74,7 @@ def test_fields_and_reports_pass_and_requests_are_shared(
     answers = [client.answer(route, body) for _ in range(2)]
     assert {answer["diffusion"]["num_forwards"] for answer in answers} == {4}
     assert client.events(route, body)
-    wait_until(lambda: all(committed(s) > b for s, b in zip(fleet.servers, before, strict=True)))
+    wait_for(lambda: all(committed(s) > b for s, b in zip(fleet.servers, before, strict=True)))
 
 
 def test_ids_and_refusals_pass(http: httpx.Client) -> None:
@@ -111,8 +102,8 @@ def test_an_abort_reaches_the_server(fleet: Fleet, http: httpx.Client) -> None:
             return Client(one).num_requests() + Client(other).num_requests()
 
         with http.stream("POST", CHAT, json=body):
-            wait_until(lambda: num_requests() == 1)
-        wait_until(lambda: num_requests() == 0)
+            wait_for(lambda: num_requests() == 1)
+        wait_for(lambda: num_requests() == 0)
 
 
 def test_a_dead_engine_is_not_felt_and_its_server_comes_back(
@@ -137,7 +128,7 @@ def test_a_dead_engine_is_not_felt_and_its_server_comes_back(
     again = fleet.start(first.port)
     with healthy(again):
         before = committed(again)
-        wait_until(
+        wait_for(
             lambda: (
                 http.post(CHAT, json=body_for(CHAT, max_tokens=8)).status_code == 200
                 and committed(again) > before
