@@ -107,13 +107,13 @@ def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
 
 
 def _described(field: Parameter) -> Any:
-    extra: dict[str, Any] = {"type": _JSON_TYPES[field.kind]}
-    if field.choices:
-        extra["enum"] = list(field.choices)
-    if field.minimum is not None:
-        extra["minimum"] = field.minimum
-    if field.maximum is not None:
-        extra["maximum"] = field.maximum
+    extra: dict[str, Any] = {
+        "type": _JSON_TYPES[field.kind],
+        "enum": list(field.choices) or None,
+        "minimum": field.minimum,
+        "maximum": field.maximum,
+    }
+    extra = {name: value for name, value in extra.items() if value is not None}
     text = f"{field.doc} (default: {field.documented_default})"
     users = tuple(dict.fromkeys((*field.algorithms, *field.block_algorithms)))
     if users:
