@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model, model_validator
 
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.fields import FIELDS, by_spelling
+from vllm.diffusion.request.fields import FIELDS, by_spelling, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -92,6 +92,19 @@ def body_class(
 def described(table: Iterable[Parameter]) -> dict[str, Any]:
     """Return fields for `create_model` for all spellings of the parameters, without checks."""
     return {name: (Any, _described(field)) for name, field in by_spelling(table).items()}
+
+
+def parameters_of(
+    body: BaseModel, base: type[BaseModel], table: Iterable[Parameter]
+) -> dict[str, Any]:
+    """Return the checked parameters of a body: the fields that `base` does not declare.
+
+    Raises:
+        InvalidParameterError: naming the field.
+    """
+    sent = body.model_dump(exclude_unset=True)
+    given = {name: value for name, value in sent.items() if name not in base.model_fields}
+    return checked(given, by_spelling(table), also_known=base.model_fields)
 
 
 def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
