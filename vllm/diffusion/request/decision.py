@@ -38,8 +38,9 @@ from vllm.diffusion.request.likelihood import (
     SCORED_AS,
     likelihood_request,
 )
-from vllm.diffusion.request.params import NO_FILTERS, SEED_BITS, DiffusionParams
+from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
+from vllm.diffusion.request.request_fields import NO_FILTERS
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 
