@@ -7,8 +7,10 @@ This module imports neither torch nor vllm, because `prepare` sets variables tha
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -35,6 +37,8 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "10000",  # the same as in a server; set before torch is imported
 }
 FAMILIES = tuple(dict.fromkeys(family for family, _ in PRESETS))
+# Wordings of a question: as it was taught, or with words that no model was taught.
+WORDINGS = {"taught": "{question}", "reworded": "Please tell me. {question}"}
 WIDTH = re.compile(r"\d+")  # the width in a format
 
 
@@ -147,6 +151,43 @@ def checkpoint_of(options: argparse.Namespace) -> Iterator[Path]:
         sizes = {"num_layers": options.num_layers, "shrink": options.shrink}
         write_checkpoint(Path(folder), options.family, options.size, **sizes)
         yield Path(folder)
+
+
+# --- questions of the tiny models ------------------------------------------------------------
+
+
+def checkpoint(name: str) -> Path:
+    """Return the directory of a model; a tiny model under models/ is trained if it is missing.
+
+    Raises:
+        BenchmarkError: there is no such model and it cannot be trained.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = ROOT / "models" / name
+    if not (folder / "config.json").is_file():
+        family = name.removesuffix("-tiny")
+        script = ROOT / "scripts" / "make_tiny_model.py"
+        if subprocess.run([sys.executable, str(script), "--family", family]).returncode:
+            raise BenchmarkError(f"--models: no checkpoint in {folder}")
+    if not (folder / "facts.jsonl").is_file():
+        raise BenchmarkError(f"--models: {folder} has no facts.jsonl")
+    return folder.resolve()
+
+
+def read_facts(folder: Path, limit: int | None) -> list[tuple[str, str]]:
+    """Read (question, answer) pairs; with `limit`, that many pairs, spread over the list."""
+    lines = (folder / "facts.jsonl").read_text(encoding="utf-8").splitlines()
+    facts = [(fact["question"], fact["answer"]) for fact in map(json.loads, lines)]
+    if limit is None or limit >= len(facts):
+        return facts
+    return [facts[i * len(facts) // limit] for i in range(limit)]
+
+
+def worded(facts: Sequence[tuple[str, str]], wording: str) -> list[tuple[str, str]]:
+    """Return the facts with their questions in the wording named `wording`."""
+    template = WORDINGS[wording]
+    return [(template.format(question=question), answer) for question, answer in facts]
 
 
 # --- requests --------------------------------------------------------------------------------

@@ -32,9 +32,7 @@ Written: quality_speed.csv, .json, .md (tables) and .png (accuracy against token
 from __future__ import annotations
 
 import csv
-import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -53,7 +51,7 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 from tqdm import tqdm
 
 from benchmarks import harness
-from benchmarks.harness import BenchmarkError, positive
+from benchmarks.harness import WORDINGS, BenchmarkError, checkpoint, positive, read_facts, worded
 from vllm.diffusion.request.algorithms import ALGORITHMS, CACHES
 from vllm.diffusion.request.fields import BY_NAME, FIELDS
 
@@ -63,9 +61,6 @@ if TYPE_CHECKING:
 
 GUESSING = 8  # questions that are decoded together if states are drafted
 DEFAULT_MODELS = ("llada-tiny", "dream-tiny", "llada-moe-tiny")
-
-# Wordings of a question: as it was taught, or with words that no model was taught.
-WORDINGS = {"taught": "{question}", "reworded": "Please tell me. {question}"}
 
 # Values of parameters that set the pace. An algorithm that uses none of them is paced by
 # its number of steps.
@@ -261,40 +256,6 @@ def measure_all(
                     progress.update()
     rows = [row for row in measured if isinstance(row, Row)]
     return rows, [case for case in measured if isinstance(case, Refused)]
-
-
-def checkpoint(name: str) -> Path:
-    """Return the directory of a model; a tiny model under models/ is trained if it is missing.
-
-    Raises:
-        BenchmarkError: there is no such model and it cannot be trained.
-    """
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = ROOT / "models" / name
-    if not (folder / "config.json").is_file():
-        family = name.removesuffix("-tiny")
-        script = ROOT / "scripts" / "make_tiny_model.py"
-        if subprocess.run([sys.executable, str(script), "--family", family]).returncode:
-            raise BenchmarkError(f"--models: no checkpoint in {folder}")
-    if not (folder / "facts.jsonl").is_file():
-        raise BenchmarkError(f"--models: {folder} has no facts.jsonl")
-    return folder.resolve()
-
-
-def read_facts(folder: Path, limit: int | None) -> list[tuple[str, str]]:
-    """Read (question, answer) pairs; with `limit`, that many pairs, spread over the list."""
-    lines = (folder / "facts.jsonl").read_text(encoding="utf-8").splitlines()
-    facts = [(fact["question"], fact["answer"]) for fact in map(json.loads, lines)]
-    if limit is None or limit >= len(facts):
-        return facts
-    return [facts[i * len(facts) // limit] for i in range(limit)]
-
-
-def worded(facts: Sequence[tuple[str, str]], wording: str) -> list[tuple[str, str]]:
-    """Return the facts with their questions in the wording named `wording`."""
-    template = WORDINGS[wording]
-    return [(template.format(question=question), answer) for question, answer in facts]
 
 
 def measure(

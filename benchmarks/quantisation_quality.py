@@ -45,8 +45,7 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import Table, positive
-from benchmarks.quality_speed import checkpoint, read_facts, worded
+from benchmarks.harness import WORDINGS, Table, checkpoint, positive, read_facts, worded
 
 if TYPE_CHECKING:
     import argparse
@@ -129,7 +128,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--quantization", ["fp8", "int4", "nf4"], "kinds of weights")
     parser.option("--attention", ["model"], "dtypes of attention", choices=("model", "fp8"))
     parser.option("--facts", None, "JSONL of questions and answers", type=Path)
-    parser.option("--wording", "taught", "wording of the questions", choices=("taught", "reworded"))
+    parser.option("--wording", "taught", "wording of the questions", choices=WORDINGS)
     parser.option("--limit", None, "questions per model (default: all)", type=positive)
     parser.option("--prompt-tokens", 0, "longest prompt, filled with turns of other questions")
     parser.option("--gen-length", 32, "canvas length in tokens", type=positive)

@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
 from benchmarks import harness, windows
-from benchmarks.harness import Table, positive
-from benchmarks.quality_speed import checkpoint, read_facts
+from benchmarks.harness import Table, checkpoint, positive, read_facts
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:

@@ -55,8 +55,7 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 import numpy as np
 
 from benchmarks import harness, windows
-from benchmarks.harness import Table, positive
-from benchmarks.quality_speed import checkpoint, read_facts
+from benchmarks.harness import Table, checkpoint, positive, read_facts
 from benchmarks.shapes import Shape
 from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState
 from vllm.diffusion.engine.worker.sample_rows import SampleRows

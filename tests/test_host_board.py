@@ -21,13 +21,13 @@ class Ranks:
     can_reset = True
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def stop_waiting(self) -> None:
-        self.asked.append("stop")
+        self.calls.append("stop")
 
     def reset(self) -> None:
-        self.asked.append("anew")
+        self.calls.append("anew")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_ranks_agree_on_what_failed(
         assert tuple(None if f is None else type(f) for f in actual) == kinds
     has_failed = any(errors)
     for rank, error in zip(ranks, errors, strict=True):
-        assert rank.asked == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
+        assert rank.calls == 3 * (["stop"] * (error is not None) + ["anew"] * has_failed)
 
 
 def test_a_rank_that_asks_for_a_number_hears_of_a_failure(boards: list[HostBoard]) -> None:

@@ -256,9 +256,9 @@ WRONG_FILES: list[tuple[dict[str, bytes], str, str]] = [
     ({"config.json": b"{"}, "config.json", "given no JSON"),
     ({"config.json": b'{"architectures": 5}'}, "config.json", "architectures: given 5; wanted"),
     *(
-        ({name: content}, name, told)
+        ({name: content}, name, wanted)
         for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-        for content, told in (
+        for content, wanted in (
             (b"[]", "given a list; wanted an object"),
             (b"null", "given null; wanted an object"),
             (b"7", "given a number; wanted an object"),
@@ -333,10 +333,10 @@ def test_files_that_are_whole_are_none_of_its_business(home: Path) -> None:
 class Hub(BaseHTTPRequestHandler):
     """A hub with one model, which records its requests."""
 
-    asked: list[str]
+    requests: list[str]
 
     def do_HEAD(self) -> None:
-        self.asked.append(self.path)
+        self.requests.append(self.path)
         if self.path.startswith("/good/model/"):
             self.send_response(200)
             self.send_header("X-Repo-Commit", "0" * 40)
@@ -354,10 +354,10 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
     """Yield the address of a hub and a list that receives its requests."""
-    handler = type("OfThisTest", (Hub,), {"asked": []})
+    handler = type("OfThisTest", (Hub,), {"requests": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", handler.asked
+        yield f"http://127.0.0.1:{server.server_port}", handler.requests
         server.shutdown()
 
 

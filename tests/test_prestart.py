@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -78,7 +77,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, Connection]:
     [
         ([*SERVER, "--model", "m"], True),
         ([*SERVER, "--help"], False),
-        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binds the processes that it starts
+        ([*SERVER, "--model", "m", "--numa-bind"], False),  # binding depends on the started program
         (["python", "-m", "pytest", "vllm.entrypoints.api_server"], False),
         (["python", "script.py", "-m"], False),
     ],
@@ -207,32 +206,6 @@ def test_the_compiler_is_imported_late_and_has_upstreams_list(
     with late.without_the_compiler():  # no effect, because the module is imported
         importlib.import_module("this")
     assert len(sys.meta_path) == len(finders) - 1
-
-
-def test_the_folders_of_models_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "STRUCTURE", "antigravity")  # a module that is not imported yet
-    monkeypatch.delitem(sys.modules, "antigravity", raising=False)
-    monkeypatch.setattr(late, "PostImportHook", lambda module, then: (module, then))
-    monkeypatch.setattr(sys, "meta_path", [])
-    late.read_models_once()
-    ((module, then),) = sys.meta_path
-    assert module == "antigravity"
-    read: list[str] = []
-    other = ModuleType("other")
-    then(other)  # another version of transformers is left unchanged
-    assert not hasattr(other, "create_import_structure_from_path")
-    other.create_import_structure_from_path = (  # type: ignore[attr-defined]
-        lambda folder: read.append(folder) or {folder: set()}
-    )
-    then(other)
-    actual = other.create_import_structure_from_path
-    assert actual("a") == actual("a") == {"a": set()}
-    assert actual("b") == {"b": set()}
-    assert read == ["a", "b"]
-    monkeypatch.setitem(sys.modules, "antigravity", other)
-    sys.meta_path.clear()
-    late.read_models_once()
-    assert not sys.meta_path  # no effect, because the module is imported
 
 
 # ---- bytecode ----------------------------------------------------------------------------------

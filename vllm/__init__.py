@@ -34,7 +34,6 @@ _environment.take_stop_strings()
 # It runs before the server's own imports, so that both import at the same time.
 _prestart.begin()
 
-_deferred_imports.read_models_once()
 _deferred_imports.replace_upstreams_command()
 _init = _os.path.join(_upstream, "__init__.py")
 with _prestart.without_collecting(), _deferred_imports.without_the_compiler(), open(_init) as _file:

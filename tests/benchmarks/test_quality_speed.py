@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import quality_speed  # noqa: E402
-from quality_speed import Refused, Row, cases, measure, read_facts  # noqa: E402
+from quality_speed import Refused, Row, cases, measure  # noqa: E402
+
+from benchmarks.harness import read_facts  # noqa: E402
 
 LLADA = ROOT / "models" / "llada-tiny"
 IDENTITY = ("m", "taught", "threshold", "none", "defaults")

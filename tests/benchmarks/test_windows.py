@@ -120,8 +120,8 @@ def test_so_many_drafts_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, tokens = self_speculation.Confirming(params, 1), np.array([1, *[15] * 20])
     counts = []
     while (work := rule.prepare(tokens)) is not None:
-        said = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # all drafts are wrong
-        commit = rule.decide(Candidates(work.eligible, said, np.ones(said.size)))
+        drafts = np.arange(work.eligible.size) % 5 + 7 * work.is_causal  # all drafts are wrong
+        commit = rule.decide(Candidates(work.eligible, drafts, np.ones(drafts.size)))
         tokens[commit.positions] = commit.tokens
         counts.append(rule.num_settled(tokens) - 1)
     assert counts == [1, 1, 5, 5, 9, 9, 13]

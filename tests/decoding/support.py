@@ -117,7 +117,7 @@ class Case(NamedTuple):
 
     scores: list[float]
     wanted: set[int]
-    asked: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    parameters: dict[str, Any] = {}  # noqa: RUF012  # never changed
     at: list[int] | None = None
 
     @property
@@ -129,7 +129,9 @@ def of_ours(rule: str, case: Case) -> set[int]:
     """Return the accepted indices of one forward pass of our rule, in a sequence of one block."""
     positions = case.positions
     length = max(positions)
-    row = Row(decided(gen_length=length, block_length=length, algorithm=rule, **case.asked), [1])
+    row = Row(
+        decided(gen_length=length, block_length=length, algorithm=rule, **case.parameters), [1]
+    )
     row.tokens[[p for p in range(1, length + 1) if p not in positions]] = 2
     assert row.eligible() == positions
     row.see(positions, case.scores, None)

@@ -56,7 +56,7 @@ SELECTIONS: dict[str, list[Case]] = {
     ],
 }
 for _case in SELECTIONS["local_leap"]:
-    _case.asked.update(NARROW)
+    _case.parameters.update(NARROW)
 
 
 @pytest.mark.parametrize("rule", SELECTIONS)

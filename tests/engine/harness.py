@@ -367,10 +367,10 @@ def engine_config(folder: Path, **arguments: Any) -> Any:
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[int, str]] = []
+        self.messages: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append((record.levelno, record.getMessage()))
+        self.messages.append((record.levelno, record.getMessage()))
 
 
 def logged(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
@@ -384,4 +384,4 @@ def logged(logger: logging.Logger, *call: Any) -> list[tuple[int, str]]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(lines)
-    return lines.found
+    return lines.messages

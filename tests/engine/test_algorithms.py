@@ -142,7 +142,11 @@ Pair = tuple[str, Engine, Any]
 
 CACHES = ("none", "prefix", "dual")
 EVERYTHING = [
-    *({**FOUR_BLOCKS, **asked, "cache": cache} for asked in BLOCKWISE for cache in CACHES),
+    *(
+        {**FOUR_BLOCKS, **parameters, "cache": cache}
+        for parameters in BLOCKWISE
+        for cache in CACHES
+    ),
     *(*OTHERS, *NOISY),
 ]
 

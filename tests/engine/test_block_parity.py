@@ -45,7 +45,7 @@ class Loop(NamedTuple):
 
     run: Any
     options: dict[str, Any]
-    asked: dict[str, Any]
+    fields: dict[str, Any]
 
 
 def dynamic(steps: int, threshold: float) -> Loop:
@@ -126,7 +126,7 @@ ONE_BY_ONE = Loop(causal_loops.autoregressive, {}, {"algorithm": "autoregressive
 
 def bounded(loop: Loop, budget: int) -> Loop:
     thinking = causal_loops.Thinking(*THINK_IDS, budget)
-    parameters = {**loop.asked, "thinking_token_budget": budget}
+    parameters = {**loop.fields, "thinking_token_budget": budget}
     return Loop(loop.run, {**loop.options, "thinking": thinking}, parameters)
 
 
@@ -202,10 +202,10 @@ def wanted_of(folder: Path, name: str) -> list[Wanted]:
     model, wanted = load_reference(folder), []
     for length, block_length, gen_length, loop in CASES[name]:
         lengths = {"block_length": block_length, "gen_length": gen_length}
-        key = {"prompt_length": length, **lengths, **loop.asked}
+        key = {"prompt_length": length, **lengths, **loop.fields}
         run = partial(searched, model, load_reference(folder, torch.float64), length, loop, lengths)
         actual = golden.written(model, key, run)
-        ask = Request(random_prompt(length, actual["prompt_seed"]), {**lengths, **loop.asked})
+        ask = Request(random_prompt(length, actual["prompt_seed"]), {**lengths, **loop.fields})
         # The grid of blocks begins after the prompt for Nemotron, and at position 0 otherwise.
         end = len(actual["answer"]) + (0 if name == "nemotron" else length)
         is_whole = end % block_length == 0

@@ -164,8 +164,8 @@ def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -
         for seed, more in enumerate(({}, {"logit_bias": {"7": 5.0}, "min_tokens": 9}))
         for extra in ({"algorithm": "autoregressive"}, drafted)
     ]
-    found = [answer.token_ids for answer in engine.ask(*asks)]
-    assert found[::2] == found[1::2]
+    token_ids = [answer.token_ids for answer in engine.ask(*asks)]
+    assert token_ids[::2] == token_ids[1::2]
 
 
 def test_a_seed_is_delivered_before_the_next_one(engine: Engine) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.checkpoint_files import change_weights
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
@@ -296,11 +296,13 @@ def test_paused_requests_go_on_where_they_were(
 def broken_weights(folder: Path, source: Path) -> Path:
     """Copy a checkpoint and set one norm of every layer to NaN."""
     shutil.copytree(source, folder)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(str(file))
-        for name in (name for name in tensors if "attn_norm" in name or "input_layernorm" in name):
-            tensors[name] = torch.full_like(tensors[name], torch.nan)
-        save_file(tensors, str(file), metadata={"format": "pt"})
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if "attn_norm" in name or "input_layernorm" in name:
+                tensor.fill_(torch.nan)
+
+    change_weights(folder, change)
     return folder
 
 

@@ -68,17 +68,17 @@ def test_every_metric_is_well_formed(metric: metrics.Metric) -> None:
 
 
 @pytest.fixture(scope="module")
-def telling(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
+def engine(checkpoint: Callable[[str], Path]) -> Iterator[Engine]:
     """Start an engine with statistics that has already reported its memory."""
     with running(checkpoint("mha"), disable_log_stats=False) as engine:
         engine.ask(SMALL)
         yield engine
 
 
-def test_upstreams_loggers_pass_them_by(telling: Engine) -> None:
+def test_upstreams_loggers_pass_them_by(engine: Engine) -> None:
     """An offline engine with statistics has upstream's loggers only."""
-    telling.llm.llm_engine.do_log_stats()
-    names = {metric.name for metric in telling.llm.get_metrics()}
+    engine.llm.llm_engine.do_log_stats()
+    names = {metric.name for metric in engine.llm.get_metrics()}
     assert "vllm:generation_tokens" in names
     assert not {name for name in names if name.startswith("vllm:lora")}
 
@@ -96,24 +96,24 @@ def record_sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("seconds", [0.0, 3600.0])
 def test_statistics_wait_for_an_output(
-    seconds: float, telling: Engine, monkeypatch: pytest.MonkeyPatch
+    seconds: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Observations of a step without output are sent with a later step, and none is lost."""
     monkeypatch.setattr(observer, "STATISTICS_S", seconds)
     seen = record_sent(monkeypatch)
-    (answer,) = telling.ask(Request(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
+    (answer,) = engine.ask(Request(random_prompt(20), {**BLOCKS, "ignore_eos": True}))
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert sum(counts) == answer.num_forwards == BLOCKS["steps"]
     assert (len(counts) == BLOCKS["steps"]) == (seconds == 0.0)
 
 
 def test_guesses_that_come_true_are_counted(
-    telling: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = record_sent(monkeypatch)
     asks = [Request(random_prompt(20, n), {**BLOCKS, "ignore_eos": True}) for n in range(4)]
-    answers = telling.ask(*speculating(asks, 3))
-    telling.is_idle()
+    answers = engine.ask(*speculating(asks, 3))
+    engine.is_idle()
     totals: Counter[str] = Counter()
     for name, value, times in seen:
         totals[name] += times * (float(value) if value else 1)
@@ -131,34 +131,34 @@ def test_guesses_that_come_true_are_counted(
 
 
 def test_an_abort_after_some_steps_is_an_end(
-    telling: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens per forward pass are recorded for every request that ran, also for an aborted one."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
-    telling.ask(SMALL)  # send the pending observations
+    engine.ask(SMALL)  # send the pending observations
     seen = record_sent(monkeypatch)
-    upstream = telling.llm.llm_engine
+    upstream = engine.llm.llm_engine
     ask = Request(random_prompt(20), {**BLOCKS, "steps": 32, "ignore_eos": True})
-    req_id = start(telling, "leaves", ask)
+    req_id = start(engine, "leaves", ask)
     for _ in range(5):
         upstream.step()
     upstream.abort_request([req_id], internal=True)
-    assert telling.is_idle()
+    assert engine.is_idle()
     counts = [times for name, _, times in seen if name == "dllm:forwards"]
     assert counts == [1] * 5
     assert ("dllm:tokens_per_forward", "1", 1) in seen
 
 
 def test_what_a_step_takes_of_the_memory_is_passed_on(
-    telling: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget and the memory in use are current values; the peak is that of all steps so far."""
     monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
     seen = record_sent(monkeypatch)
-    telling.ask(SMALL)  # send the pending observations
+    engine.ask(SMALL)  # send the pending observations
     first = max(int(value) for name, value, _ in seen if name == metrics.POOL_PEAK.name)
     seen.clear()
-    execute, peaks = telling.loop.execute, [first + 30, first + 70, first + 20]
+    execute, peaks = engine.loop.execute, [first + 30, first + 70, first + 20]
 
     def record(message: Any) -> Any:
         output = execute(message)
@@ -167,9 +167,9 @@ def test_what_a_step_takes_of_the_memory_is_passed_on(
             output.usage = replace(output.usage, **known)
         return output
 
-    monkeypatch.setattr(telling.loop, "execute", record)
-    telling.ask(SMALL)
-    budget = telling.runner.budget_bytes
+    monkeypatch.setattr(engine.loop, "execute", record)
+    engine.ask(SMALL)
+    budget = engine.runner.budget_bytes
 
     def values(metric: Metric) -> list[float]:
         return [float(value) for name, value, _ in seen if name == metric.name][:3]

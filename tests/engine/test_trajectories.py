@@ -331,7 +331,7 @@ def test_the_script_says_whether_files_of_answers_agree(
         return main()
 
     assert run() == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "log probabilities within" in said[0] and "cannot be replayed" in said[1]
+    output = capsys.readouterr().out.splitlines()
+    assert "log probabilities within" in output[0] and "cannot be replayed" in output[1]
     actual[0]["logprobs"][3] -= 0.01
     assert run() == 1

@@ -451,20 +451,6 @@ def test_online_quantisation_is_asked_for_to_be_logged() -> None:
     assert name not in inspect.getsource(base_loader.BaseModelLoader)
 
 
-def test_transformers_reads_its_models_by_one_function() -> None:
-    """Our cache of the results assumes that folders and results do not change."""
-    from transformers.utils import import_utils
-
-    read = inspect.unwrap(import_utils.create_import_structure_from_path)
-    assert list(inspect.signature(read).parameters) == ["module_path"]
-    # The function calls itself for folders in a folder.
-    assert "create_import_structure_from_path" in read.__code__.co_names
-    actual = {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
-    spread = import_utils.spread_import_structure(actual)
-    assert spread == {frozenset(): {"a.b": {"C"}}, frozenset({"torch"}): {"d": {"E"}}}
-    assert actual == {"a": {frozenset(): {"b": {"C"}}}, frozenset({"torch"}): {"d": {"E"}}}
-
-
 def test_upstream_brings_a_swagger_ui_that_knows_openapi_3_1() -> None:
     from vllm.diffusion.api.documentation.offline_docs import SWAGGER_UI
 

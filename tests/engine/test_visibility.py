@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import MASK_ID
+from tests.engine.cases import SERVED
 from tests.pages import NO_PAGES, store_with
 from vllm.diffusion import ops
 from vllm.diffusion.core.spans import AttentionLayout
@@ -20,16 +20,8 @@ from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.memory import KeptSequence, PageStore, chunks
 from vllm.diffusion.request import decision, fields
-from vllm.diffusion.request.families import LLADA
-from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Forward, Visibility
 
-MODEL = ServedModel(
-    family=LLADA,
-    ids=SpecialIds(mask=MASK_ID, eos=1, eot=None, stop=frozenset()),
-    max_model_len=4096,
-    vocab_size=256,
-)
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
@@ -97,7 +89,7 @@ def canvas(
     if cache is not None:
         extra["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
-    decided = decision.decide(fields.canonical(extra), MODEL, prompt)
+    decided = decision.decide(fields.canonical(extra), SERVED, prompt)
     made = Canvas(NewCanvas(name, prompt, decided), cache, visibility)
     made.rule = Window(window or (0, length), sampled)  # type: ignore[assignment]
     return made

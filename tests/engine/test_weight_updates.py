@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.checkpoint_files import weights_of
 from tests.checkpoints import (
     BLOCK_CASES,
     CASES,
@@ -52,11 +53,6 @@ def other(folder: Path, name: str) -> Path:
     return make_checkpoint(
         folder, family=case.family, seed=case.seed + 50, **fused, **case.overrides
     )
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def updatable(root: Path, **settings: Any) -> dict[str, Any]:

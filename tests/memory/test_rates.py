@@ -25,7 +25,7 @@ class Card:
     """A GPU whose measured rates are set by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.found: Rates | Exception = MEASURED
+        self.result: Rates | Exception = MEASURED
         self.has_company, self.num_measured = False, 0
         monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(folder))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some/Card 80GB")
@@ -35,9 +35,9 @@ class Card:
 
     def _measured(self, device: torch.device, promised: Rates) -> Rates:
         self.num_measured += 1
-        if isinstance(self.found, Exception):
-            raise self.found
-        return self.found
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
 
 
 @pytest.fixture
@@ -78,13 +78,13 @@ def test_what_is_measured_beside_others_is_not_remembered(card: Card) -> None:
 
 
 def test_what_is_far_below_a_cards_properties_is_not_believed_beside_others(card: Card) -> None:
-    slow = card.found = MEASURED._replace(attention_flops=0.5 * H200.attention_flops)
+    slow = card.result = MEASURED._replace(attention_flops=0.5 * H200.attention_flops)
     assert rates_of(CARD, ALONE) == slow  # another process may have disturbed the measurement
     card.has_company = True
     assert rates_of(CARD, ALONE) == MEASURED._replace(attention_flops=H200.attention_flops)
     assert card.num_measured == 2
-    card.found = MEASURED._replace(host_bytes=1e9)  # no property bounds this rate
-    assert rates_of(CARD, ALONE) == card.found
+    card.result = MEASURED._replace(host_bytes=1e9)  # no property bounds this rate
+    assert rates_of(CARD, ALONE) == card.result
 
 
 def test_ranks_go_by_the_slowest_of_them(card: Card) -> None:
@@ -100,7 +100,11 @@ def test_ranks_go_by_the_slowest_of_them(card: Card) -> None:
 
 
 def test_what_cannot_be_measured_is_taken_by_its_properties(card: Card) -> None:
-    for card.found in (torch.OutOfMemoryError(), RuntimeError("CUDA error\nand more"), TypeError()):
+    for card.result in (
+        torch.OutOfMemoryError(),
+        RuntimeError("CUDA error\nand more"),
+        TypeError(),
+    ):
         assert rates_of(CARD, ALONE) == H200
 
 

@@ -2,7 +2,6 @@
 """Loads models with upstream's loader in this process, and computes their logits."""
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
@@ -22,6 +20,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
+from tests.checkpoint_files import change_json, change_weights
 from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from tests.engine.harness import models_inspected_here
 from vllm.diffusion.core.buffers import FreshBuffers
@@ -265,8 +264,7 @@ def quantise_checkpoint(
         matrix: returns the tensors of a linear layer by the ends of their names, given its path and
             its weight, or None if the weight stays.
     """
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
+    change_json(folder, quantization_config=config)
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
@@ -277,13 +275,5 @@ def quantise_checkpoint(
                 del tensors[name]
                 tensors |= {f"{path}.{key}": tensor for key, tensor in own.items()}
 
-    change_tensors(folder, change)
+    change_weights(folder, change)
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Rewrite the only file of a checkpoint after changing its tensors in place."""
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, {"format": "pt"})

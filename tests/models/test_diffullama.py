@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.checkpoint_files import change_json
 from tests.checkpoints import EOS_ID, MASK_ID, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, engine_config, logits
 from tests.reference.models import load_reference
@@ -85,8 +86,7 @@ def test_any_other_llama_stays_upstreams(plain_llama: Path) -> None:
 )
 def test_options_that_change_the_forward_are_refused(key: str, value: Any, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="diffullama", seed=12)
-    content = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**content, key: value}))
+    change_json(path, **{key: value})
     with pytest.raises(Exception, match="is supported"):
         engine_config(path)
 
@@ -99,9 +99,7 @@ def test_the_base_of_transformers_5(described: dict[str, Any], tmp_path: Path) -
     path = make_checkpoint(tmp_path, family="diffullama", seed=12, rope_parameters=described)
     with pytest.raises(Exception, match=r"rope_theta: given 10000\.0; the 5\.0 of rope_parameters"):
         engine_config(path)
-    content = json.loads((path / "config.json").read_text())
-    content.pop("rope_theta")
-    (path / "config.json").write_text(json.dumps(content))
+    change_json(path, rope_theta=None)
     assert engine_config(path).model_config.hf_config.rope_theta == 5.0
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 weights, quantised while they are loaded, or stored in checkpoints."""
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from tests.checkpoint_files import change_json, change_weights, weights_of
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import (
     FP8,
     LARGEST,
     Recorder,
-    change_tensors,
     compressed_tensors,
     engine_config,
     fp8_layer,
@@ -236,23 +234,19 @@ def test_experts_of_a_checkpoint_are_read_as_they_are(
 ) -> None:
     """ModelOpt stores one scale per matrix, and one for the inputs, which experts do not use."""
     path = make_checkpoint(tmp_path / "llada2", family="llada2", seed=9, num_shards=1)
-    config = json.loads((path / "config.json").read_text())
     ignored = ["lm_head", "*mlp.gate", "*.attention.*", "*.shared_experts.*", "*.layers.0.mlp*"]
-    config["quantization_config"] = {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8",
-        "exclude_modules": ignored,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    (file,) = path.glob("*.safetensors")
-    tensors = load_file(file)
-    for name in [name for name in tensors if ".experts." in name]:
-        scale = tensors[name].abs().max() / LARGEST
-        tensors[name] = (tensors[name] / scale).to(FP8)
-        tensors[name.replace("weight", "weight_scale")] = scale
-        tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
-    save_file(tensors, file, {"format": "pt"})
-    model = load_model(path)
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ignored}
+    change_json(path, quantization_config=config)
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            scale = tensors[name].abs().max() / LARGEST
+            tensors[name] = (tensors[name] / scale).to(FP8)
+            tensors[name.replace("weight", "weight_scale")] = scale
+            tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+
+    change_weights(path, quantise)
+    model, tensors = load_model(path), weights_of(path)
     names = {"w1": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
     mixtures = {index: layer.mlp for index, layer in enumerate(model.layers) if index > 0}
     for index, mixture in mixtures.items():
@@ -271,8 +265,7 @@ def test_experts_of_a_checkpoint_are_read_as_they_are(
 def test_a_matrix_that_is_missing_is_named(folder: Path, load_model: Callable[..., Any]) -> None:
     model = load_model(folder, quantization="fp8")
     missing = "model.transformer.blocks.1.k_proj.weight"
-    (file,) = folder.glob("*.safetensors")
-    tensors = {name: tensor for name, tensor in load_file(file).items() if name != missing}
+    tensors = {name: tensor for name, tensor in weights_of(folder).items() if name != missing}
     with pytest.raises(CheckpointError, match=missing):
         model.load_weights(tensors.items())
 
@@ -357,7 +350,7 @@ def test_scales_that_do_not_fit_are_refused(
         scale = change(tensors.pop(name))
         tensors |= {} if scale is None else {name: scale}
 
-    change_tensors(tmp_path / "fp8", put)
+    change_weights(tmp_path / "fp8", put)
     with pytest.raises(CheckpointError, match=f"blocks.1.up_proj.weight_scale{message}"):
         load_model(tmp_path / "fp8")
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full-attention families give the logits of the plain references, whole and in chunks."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
+from tests.checkpoint_files import change_json
 from tests.checkpoints import CASES, FAMILY_CASES, make_checkpoint
 from tests.models.conftest import OUR_CASES
 from tests.models.support import (
@@ -183,8 +183,7 @@ def test_one_number_says_which_layers_have_experts(
 ) -> None:
     path = make_checkpoint(tmp_path, family="moe", seed=33, moe_layer_freq=[1, 0, 1])
     wanted = logits(load_model(path), some_ids(6))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "moe_layer_freq": 2}))
+    change_json(path, moe_layer_freq=2)
     assert torch.equal(logits(load_model(path), some_ids(6)), wanted)
 
 

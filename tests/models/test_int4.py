@@ -279,8 +279,10 @@ def test_a_gpu_computes_every_use(num_rows: int) -> None:
     made.gated(x, out, scratch)
     assert_near(out, functional.silu(gate) * up)
     matrix = ops.WeightSpec(12288, 4096, x.dtype, has_bias=False, device=x.device)
-    said = ops.PackedProjection.workspace(ops.ProjectionKind.GATED, matrix)
-    buffers = said.buffers if num_rows <= cast("int", said.most_rows) else said.beyond
+    workspace = ops.PackedProjection.workspace(ops.ProjectionKind.GATED, matrix)
+    buffers = (
+        workspace.buffers if num_rows <= cast("int", workspace.most_rows) else workspace.beyond
+    )
     assert set(scratch.taken) <= {buffer.name for buffer in buffers}
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.checkpoint_files import change_weights, weights_of
 from tests.checkpoints import make_checkpoint
 from tests.models.support import (
     assert_same_logits,
-    change_tensors,
     compressed_tensors,
     logits,
     quantise_checkpoint,
@@ -229,7 +228,7 @@ def test_checkpoints_mean_what_they_say(
 def test_parts_of_one_matrix_have_one_order(tmp_path: Path, load_model: Callable[..., Any]) -> None:
     write(tmp_path / "gptq", "gptq_order")
     name = "model.transformer.blocks.1.k_proj.g_idx"
-    change_tensors(tmp_path / "gptq", lambda t: t.update({name: t[name].flip(0).contiguous()}))
+    change_weights(tmp_path / "gptq", lambda t: t.update({name: t[name].flip(0).contiguous()}))
     with pytest.raises(CheckpointError, match="several orders for one matrix"):
         load_model(tmp_path / "gptq")
 
@@ -240,7 +239,7 @@ def test_nf4_without_all_of_its_tensors_is_refused(
 ) -> None:
     write(tmp_path / "nf4", "nf4_nested")
     missing = f"model.transformer.blocks.1.k_proj.weight.{part}"
-    change_tensors(tmp_path / "nf4", lambda tensors: tensors.pop(missing))
+    change_weights(tmp_path / "nf4", lambda tensors: tensors.pop(missing))
     with pytest.raises(CheckpointError, match=r"blocks.1.k_proj.weight: given nf4 with \['"):
         load_model(tmp_path / "nf4")
 
@@ -290,8 +289,7 @@ def test_weights_with_scales_of_blocks_are_replaced_in_place(
     model, ids = load_model(tmp_path / "fp8"), some_ids(30)
     model.is_loaded = True
     wanted = logits(model, ids)
-    (file,) = (tmp_path / "fp8").glob("*.safetensors")
-    for weights in (reference.weights, load_file(file)):
+    for weights in (reference.weights, weights_of(tmp_path / "fp8")):
         for weight in stored_weights(model).values():
             weight.zero_()
         assert not torch.equal(logits(model, ids), wanted)
@@ -327,8 +325,7 @@ def test_the_scale_of_rows_is_the_largest_of_the_newest_weights(
     scale = model.layers[0].self_attn.qkv_proj.input_scale
     assert scale.item() == 2.0
     model.is_loaded = True
-    (file,) = tmp_path.glob("*.safetensors")
-    tensors = load_file(file)
+    tensors = weights_of(tmp_path)
     model.begin_update()
     model.load_weights((n, t / 4 if n.endswith("input_scale") else t) for n, t in tensors.items())
     assert model.end_update() == []

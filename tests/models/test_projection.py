@@ -114,13 +114,15 @@ def test_every_use_computes_its_product_and_takes_what_it_says(
     given, wanted = use_it(use, projection, x, product, scratch)
     tolerance = 1e-4 if kind.startswith("fp8") else 1e-5
     torch.testing.assert_close(given, wanted, rtol=tolerance, atol=tolerance)
-    said = projection.workspace(use, ops.WeightSpec(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
-    assert said.most_rows is None
+    workspace = projection.workspace(use, ops.WeightSpec(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
+    assert workspace.most_rows is None
     if kind.startswith("fp8"):
-        most = row_bytes((*stages.quantised_rows(x.dtype, DEPTH).quantised, *said.buffers))
+        most = row_bytes((*stages.quantised_rows(x.dtype, DEPTH).quantised, *workspace.buffers))
         assert sum(scratch.taken.values()) <= ROWS * most
     else:
-        assert scratch.taken == {buffer.name: ROWS * buffer.row_bytes for buffer in said.buffers}
+        assert scratch.taken == {
+            buffer.name: ROWS * buffer.row_bytes for buffer in workspace.buffers
+        }
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -137,8 +139,8 @@ def test_the_norm_before_may_write_fp8(use: ops.ProjectionKind, kind: str, has_b
     product = functional.linear(normed, weight, None if bias is None else bias.double())
     given, wanted = use_it(use, projection, rows, product, scratch)
     torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
-    said = projection.workspace(use, ops.WeightSpec(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
-    assert sum(scratch.taken.values()) <= ROWS * row_bytes(said.buffers)
+    workspace = projection.workspace(use, ops.WeightSpec(COLUMNS, DEPTH, x.dtype, has_bias, CPU))
+    assert sum(scratch.taken.values()) <= ROWS * row_bytes(workspace.buffers)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -222,10 +224,10 @@ def test_a_gpu_takes_no_more_than_is_said(rows: int) -> None:
     ops.projection_of(layer).gated(x, out, scratch)
     gate, up = functional.linear(x, layer.weight).chunk(2, dim=1)
     torch.testing.assert_close(out, functional.silu(gate) * up, rtol=0.02, atol=0.5)
-    said = ops.PlainProjection.workspace(ops.ProjectionKind.GATED, BF16)
-    if said.most_rows is not None and rows > said.most_rows:
+    workspace = ops.PlainProjection.workspace(ops.ProjectionKind.GATED, BF16)
+    if workspace.most_rows is not None and rows > workspace.most_rows:
         assert not scratch.taken
-    assert scratch.taken.get("gate and up", 0) <= rows * row_bytes(said.buffers)
+    assert scratch.taken.get("gate and up", 0) <= rows * row_bytes(workspace.buffers)
 
 
 class DeviceRecorder(Recorder):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -24,6 +23,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
+from tests.checkpoint_files import weights_of
 from tests.checkpoints import llada_config, make_checkpoint
 from tests.models.support import (
     assert_same_logits,
@@ -125,12 +125,10 @@ def quantise(folder: Path) -> None:
 
 def widened(folder: Path, reference: LLaDAReference) -> LLaDAReference:
     """Return the reference with the values of the int8 weights."""
-    weights = dict(reference.weights)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name, tensor in tensors.items():
-            if tensor.dtype == torch.int8:
-                weights[name] = tensor.float() * tensors[f"{name}_scale"]
+    weights, tensors = dict(reference.weights), weights_of(folder)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            weights[name] = tensor.float() * tensors[f"{name}_scale"]
     return LLaDAReference(reference.config, weights)
 
 
@@ -165,8 +163,7 @@ def test_a_quantised_layer_without_tensors_is_named(
     folder, _ = quantised
     model = load_model(folder)
     missing = "model.transformer.blocks.1.k_proj"
-    (file,) = folder.glob("*.safetensors")
-    tensors = {n: t for n, t in load_file(file).items() if not n.startswith(missing)}
+    tensors = {n: t for n, t in weights_of(folder).items() if not n.startswith(missing)}
     with pytest.raises(CheckpointError, match=missing):
         model.load_weights(tensors.items())
 

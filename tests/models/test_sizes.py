@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
+from tests.checkpoint_files import weights_of
 from tests.checkpoints import make_checkpoint
 from tests.models.support import Recorder, engine_config
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
@@ -154,8 +154,7 @@ def test_a_load_takes_two_matrices_and_a_little_besides_its_result(
     sizes = {"n_layers": 2, "d_model": WIDTH, "mlp_hidden_size": INNER}
     path = make_checkpoint(tmp_path / "wide", dtype=torch.bfloat16, num_shards=1, **sizes)
     model = load_model(path, "bfloat16", quantization=kind)
-    (file,) = path.glob("*.safetensors")
-    tensors = load_file(file)
+    tensors = weights_of(path)
     monkeypatch.setattr(loading, "NUMBERS_AT_ONCE", AT_ONCE)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())

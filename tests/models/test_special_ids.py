@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mask and stop ids of a checkpoint, from its configuration files and its tokenizer."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.checkpoint_files import change_json
 from tests.checkpoints import (
     BLOCK_CASES,
     EOS_ID,
@@ -30,13 +30,6 @@ def ids_of(path: Path, **engine_args: Any) -> SpecialIds:
     return served_model(args.create_engine_config()).ids
 
 
-def change(path: Path, file: str, **values: Any) -> None:
-    """Set keys of a JSON file of the checkpoint; None removes a key."""
-    content = {**json.loads((path / file).read_text()), **values}
-    kept = {key: value for key, value in content.items() if value is not None}
-    (path / file).write_text(json.dumps(kept))
-
-
 def test_the_configuration_says_which_token_is_the_mask(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="sdar", mask_token_id=START_HEADER_ID)
     assert ids_of(path).mask == START_HEADER_ID
@@ -48,8 +41,8 @@ EVERY = sorted({case.family for case in (FAMILY_CASES | BLOCK_CASES).values()} |
 @pytest.mark.parametrize("family", EVERY)
 def test_else_the_tokenizer_does(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family=family)
-    change(path, "config.json", mask_token_id=None)
-    change(path, "tokenizer_config.json", mask_token="<|im_start|>")
+    change_json(path, "config.json", mask_token_id=None)
+    change_json(path, "tokenizer_config.json", mask_token="<|im_start|>")
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert ids_of(path).mask == tokenizer.mask_token_id != MASK_ID
     with pytest.raises(ModelConfigError, match="mask_token_id: given nothing; wanted"):
@@ -60,14 +53,14 @@ def test_else_the_tokenizer_does(family: str, tmp_path: Path) -> None:
 def test_the_end_of_sequence_may_be_the_tokenizers(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family=family)
     for file in ("config.json", "generation_config.json"):
-        change(path, file, eos_token_id=None)
-    change(path, "tokenizer_config.json", eos_token="<|im_start|>")
+        change_json(path, file, eos_token_id=None)
+    change_json(path, "tokenizer_config.json", eos_token="<|im_start|>")
     assert ids_of(path).eos == AutoTokenizer.from_pretrained(path).eos_token_id
 
 
 def test_a_mask_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="llada", vocab_size=VOCAB_SIZE)
-    change(path, "config.json", mask_token_id=None, vocab_size=100, embedding_size=100)
+    change_json(path, "config.json", mask_token_id=None, vocab_size=100, embedding_size=100)
     wanted = f"mask_token_id: given {MASK_ID}; that is the tokenizer's.*below 100"
     with pytest.raises(ModelConfigError, match=wanted):
         ids_of(path)
@@ -76,14 +69,14 @@ def test_a_mask_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm"])
 def test_else_it_is_known_by_its_name(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family=family)
-    change(path, "config.json", mask_token_id=None)
-    change(path, "tokenizer_config.json", mask_token=None)
+    change_json(path, "config.json", mask_token_id=None)
+    change_json(path, "tokenizer_config.json", mask_token=None)
     assert ids_of(path).mask == MASK_ID
 
 
 def test_a_checkpoint_without_a_mask_token_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="sdar")
-    change(path, "config.json", mask_token_id=None)
+    change_json(path, "config.json", mask_token_id=None)
     with pytest.raises(ModelConfigError, match="mask_token_id"):
         ids_of(path, skip_tokenizer_init=True)
 
@@ -114,7 +107,7 @@ def test_answers_end_where_the_generation_configuration_says(tmp_path: Path) -> 
     path = make_checkpoint(tmp_path, family="sdar")
     ids = ids_of(path)
     assert (ids.eos, ids.eot, ids.stop) == (EOS_ID, None, {EOS_ID, EOT_ID})
-    change(path, "generation_config.json", eos_token_id=EOS_ID)
+    change_json(path, "generation_config.json", eos_token_id=EOS_ID)
     assert ids_of(path).stop == {EOS_ID}
 
 
@@ -123,13 +116,13 @@ def test_llada2_names_them_in_its_other_files(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="llada2")
     ids = ids_of(path)
     assert (ids.mask, ids.eos, ids.eot, ids.stop) == (MASK_ID, EOS_ID, None, {EOS_ID})
-    change(path, "generation_config.json", eos_token_id=[EOS_ID, EOT_ID])
+    change_json(path, "generation_config.json", eos_token_id=[EOS_ID, EOT_ID])
     assert ids_of(path).stop == {EOS_ID, EOT_ID}
 
 
 def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family="sdar")
-    change(path, "config.json", eos_token_id=None)
+    change_json(path, "config.json", eos_token_id=None)
     ids = ids_of(path)
     assert (ids.eos, ids.stop) == (EOT_ID, {EOT_ID, EOS_ID})
 
@@ -137,7 +130,7 @@ def test_the_end_of_sequence_may_be_the_generation_configurations(tmp_path: Path
 def test_a_penalty_of_the_generation_configuration_does_not_act(tmp_path: Path) -> None:
     """The decoding of model authors ignores it, but an operator may set one on purpose."""
     path = make_checkpoint(tmp_path, family="fast_dllm")
-    change(path, "generation_config.json", repetition_penalty=1.05, top_p=0.8)
+    change_json(path, "generation_config.json", repetition_penalty=1.05, top_p=0.8)
     for override, penalty in (({}, 1.0), ({"repetition_penalty": 1.2}, 1.2)):
         args = EngineArgs(model=str(path), override_generation_config=override)
         config = args.create_engine_config()

@@ -129,8 +129,8 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             {"cache": "delayed", "cache_delay_iter": 2, "refresh_interval": 3},
         ),
         *(
-            (served_with(algorithm="multi_block", cache_delay_iter=2), asked, {"cache": cache})
-            for asked, cache in (
+            (served_with(algorithm="multi_block", cache_delay_iter=2), parameters, {"cache": cache})
+            for parameters, cache in (
                 ({}, "delayed"),
                 ({"cache": "none"}, "none"),
                 ({"algorithm": "threshold"}, "none"),
@@ -194,8 +194,8 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
         ({"gen_length": 128, "threshold": 0.5}, {"block_length": 32}),
     ],
     "server-wide steps come to the nearest multiple": [
-        (model(default_steps=wanted), asked, {"steps": steps})
-        for wanted, asked, steps in (
+        (model(default_steps=wanted), parameters, {"steps": steps})
+        for wanted, parameters, steps in (
             (64, {"gen_length": 128}, 64),
             (65, {"gen_length": 128}, 64),
             (67, {"gen_length": 128}, 68),

@@ -36,9 +36,9 @@ class Thinking(NamedTuple):
 
     def place(self, prompt: Sequence[int], answer: Sequence[int], end: int) -> int | None:
         """Return the position in the answer, before `end`, at which thinking is ended, or None."""
-        newest = [token for token in prompt if token in (self.begin, self.end)][-1:]
-        is_over = self.end in answer or (newest == [self.end] and self.begin in prompt)
-        return None if is_over or self.budget >= end else max(self.budget, len(answer))
+        latest = [token for token in prompt if token in (self.begin, self.end)][-1:]
+        has_ended = self.end in answer or (latest == [self.end] and self.begin in prompt)
+        return None if has_ended or self.budget >= end else max(self.budget, len(answer))
 
 
 class _Text:
@@ -183,8 +183,8 @@ def self_speculation(
             for i in chosen | set(most_confident(confidence, 1)):
                 block[i] = proposals[i][0]
         text.logits_of = logits_of
-        said = text.following(block)[1:]
-        wrong = [i for i in range(block_length - 1) if said[i] != block[i + 1]]
-        text.answer += [seed, *said[: wrong[0] + 1 if wrong else block_length]]
+        confirmed = text.following(block)[1:]
+        wrong = [i for i in range(block_length - 1) if confirmed[i] != block[i + 1]]
+        text.answer += [seed, *confirmed[: wrong[0] + 1 if wrong else block_length]]
         text.history.append(list(text.answer))
     return text.result(gen_length)

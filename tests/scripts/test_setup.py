@@ -184,10 +184,10 @@ class TestTorch:
         return info.name.removesuffix(".dist-info").removeprefix("torch-")
 
     def test_of_the_index_of_cpu_builds(self, home: Path, venv: Path, index: str) -> None:
-        said = self.install(home, index, f"{index}/cpu")
+        output = self.install(home, index, f"{index}/cpu")
         assert self.installed(venv) == f"{self.VERSION}+cpu"
-        assert "CUDA build" not in said
-        assert "left out: the native packages: nvcc not found" in said
+        assert "CUDA build" not in output
+        assert "left out: the native packages: nvcc not found" in output
 
     def test_of_the_users_own_folder(self, home: Path, venv: Path, index: str) -> None:
         self.add_wheel(home / "wheels", f"{self.VERSION}+cpu")
@@ -201,9 +201,9 @@ class TestTorch:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            said = self.install(home, index, url, patience_s=1)  # PyPI has no CPU build, either
+            output = self.install(home, index, url, patience_s=1)  # PyPI has no CPU build, either
         assert self.installed(venv) == self.VERSION
-        assert said.index("GB to download") < said.index("==> torch")
+        assert output.index("GB to download") < output.index("==> torch")
 
 
 class TestPath:

@@ -230,8 +230,8 @@ def run(
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _listener:
         _folder = Path(_listener.getsockname()).parent
-        _told = forked(_listener)
-    if _told is not None:
-        run(**_told)
+        _message = forked(_listener)
+    if _message is not None:
+        run(**_message)
     else:
         shutil.rmtree(_folder)

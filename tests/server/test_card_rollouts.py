@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from tests.checkpoint_files import weights_of
 from tests.server.client import Client
 from tests.server.process import SERVER, ServerProcess, free_port, healthy
 
@@ -31,9 +31,7 @@ class Tensors(WeightSource):
     """The weights of a checkpoint on the GPU of this process."""
 
     def __init__(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.safetensors"))
-        actual = {name: weight for file in files for name, weight in load_file(file).items()}
-        self.weights = {name: weight.cuda().bfloat16() for name, weight in actual.items()}
+        self.weights = {n: w.cuda().bfloat16() for n, w in weights_of(folder).items()}
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self.weights.items()]

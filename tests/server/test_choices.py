@@ -35,7 +35,7 @@ class Engine:
     """Answers with the seed as text, in two outputs."""
 
     def __init__(self, *, fails: bool = False) -> None:
-        self.asked: list[tuple[str, SamplingParams]] = []
+        self.requests: list[tuple[str, SamplingParams]] = []
         self.num_closed = 0
         self.name = "engine"
         self._fails = fails
@@ -43,7 +43,7 @@ class Engine:
     async def generate(
         self, prompt: Any, sampling: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        self.asked.append((request_id, sampling))
+        self.requests.append((request_id, sampling))
         try:
             if self._fails:
                 yield output("", "error", {"error": "out of memory"})
@@ -103,7 +103,7 @@ def test_one_answer_is_upstreams_request() -> None:
     engine, sampling = Engine(), sampled(seed=7, max_tokens=20)
     answer = collect(client(engine).generate(PROMPT, sampling, "r"))
     assert [f.outputs[0].text for f in answer] == ["...", "7"]
-    ((request_id, own),) = engine.asked
+    ((request_id, own),) = engine.requests
     assert (request_id, own.n, own.seed, own.max_tokens) == ("r", 1, 7, 20)
     assert sampling.extra_args is None  # the caller's object is unchanged
     assert client(engine).name == "engine"  # other attributes are the engine's
@@ -113,7 +113,7 @@ def test_several_answers_in_turn() -> None:
     engine = Engine()
     sampling = sampled(n=3, seed=2**64 - 2, output_kind=RequestOutputKind.DELTA)
     answer = collect(client(engine).generate(PROMPT, sampling, "r"))
-    assert [(i, s.n, s.seed) for i, s in engine.asked] == [
+    assert [(i, s.n, s.seed) for i, s in engine.requests] == [
         ("r-0", 1, 2**64 - 2),
         ("r-1", 1, 2**64 - 1),
         ("r-2", 1, 0),
@@ -141,7 +141,7 @@ def test_several_answers_together() -> None:
 def test_without_a_seed_the_engine_draws_each() -> None:
     engine = Engine()
     collect(client(engine).generate(PROMPT, sampled(n=2), "r"))
-    assert [s.seed for _, s in engine.asked] == [None, None]
+    assert [s.seed for _, s in engine.requests] == [None, None]
 
 
 def test_a_request_is_refused_before_it_starts() -> None:
@@ -155,7 +155,7 @@ def test_all_answers_share_one_decision(n: int) -> None:
     sampling = sampled(n=n, seed=2**64 - 1, extra_args={"gen_length": 64, "steps": 8})
     collect(client(engine, validator).generate(PROMPT, sampling, "r"))
     assert validator.num_decided == 1
-    owned = [own for _, own in engine.asked]
+    owned = [own for _, own in engine.requests]
     assert len(owned) == n
     assert len({id(own.extra_args[DECISION]) for own in owned}) == 1
     actual = [decision_of(own, MODEL, [1, 2, 3]) for own in owned]
@@ -207,7 +207,7 @@ def test_a_reader_that_leaves_closes_every_request() -> None:
         await stream.aclose()
 
     asyncio.run(leave())
-    assert engine.num_closed == len(engine.asked)
+    assert engine.num_closed == len(engine.requests)
 
 
 @pytest.mark.parametrize(("num_outputs", "is_counted"), [(1, True), (2, False)])

@@ -153,10 +153,10 @@ def test_a_documented_curl_line(client: Client, server: ServerProcess, line: str
         actual = json.loads(events[0])
         assert actual.get("loglikelihood", 0) < 0 or actual["answers"].keys() == {"country", "sure"}
         return
-    said = "".join(text_of(json.loads(event)) for event in events)
+    text = "".join(text_of(json.loads(event)) for event in events)
     if "France" not in line and "3 plus 4" not in line:
         return
-    assert "capital of France is Paris" in said or "3 plus 4 is 7" in said
+    assert "capital of France is Paris" in text or "3 plus 4 is 7" in text
 
 
 def test_the_readme_asks_every_kind_of_route() -> None:
@@ -214,6 +214,6 @@ def test_gsm8k_counts_sums_that_the_model_knows(server: ServerProcess, tmp_path:
 @pytest.mark.skipif(find_spec("langchain_openai") is None, reason="no langchain-openai here")
 def test_langchain(server: ServerProcess) -> None:
     script = CHAT.with_name("langchain_client.py")
-    said = run(sys.executable, script, "--server", server.url, "--model", MODEL_NAME)
-    assert "capital of France is Paris" in said
-    assert "3 plus 4 is 7" in said
+    text = run(sys.executable, script, "--server", server.url, "--model", MODEL_NAME)
+    assert "capital of France is Paris" in text
+    assert "3 plus 4 is 7" in text

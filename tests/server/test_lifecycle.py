@@ -314,18 +314,18 @@ def test_an_answer_says_what_its_largest_step_took(doomed: httpx.Client) -> None
 def test_a_paused_engine_is_not_ready(doomed: httpx.Client) -> None:
     """`/ready` waits a little for the engine, and otherwise returns its previous state."""
 
-    def is_told(state: str) -> bool:
+    def is_reported(state: str) -> bool:
         response = doomed.get("/ready")
         message = response.json() == {"status": state}
         assert not message or response.status_code == (200 if state == "ready" else 503)
         return message
 
-    wait_for(lambda: is_told("ready"))
+    wait_for(lambda: is_reported("ready"))
     assert doomed.post("/pause", params={"mode": "keep"}).status_code == 200
-    wait_for(lambda: is_told("paused"))
+    wait_for(lambda: is_reported("paused"))
     assert doomed.get("/health").status_code == 200
     assert doomed.post("/resume").status_code == 200
-    wait_for(lambda: is_told("ready"))
+    wait_for(lambda: is_reported("ready"))
     assert Client(doomed).ask()["text"] == [ANSWER]
 
 

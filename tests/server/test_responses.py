@@ -30,6 +30,8 @@ ODD_FIELDS: list[dict[str, Any]] = [
     *({"previous_response_id": "x"}, {"background": True}, {"model": "other"}),
     *({"priority": "x"}, {"structured_outputs": {"grammar": "a"}}, {"stream_canvas": True}),
     *({"algorithm": "nonsense"}, {"algoritm": "semi_ar"}, {"gen_length": 0}, {"steps": "x"}),
+    # Fields that upstream's body does not declare.
+    *({"min_tokens": 10**6}, {"bad_words": [" "]}, {"allowed_token_ids": [10**9]}),
 ]
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from tests.checkpoint_files import weights_of
 from tests.programs import ROOT, output_of, wait_for
 from tests.server.client import ANSWER, GENERATE, PUZZLE, ROUTES, Client, body_for, refusal
 from tests.server.process import (
@@ -76,7 +77,7 @@ def update(client: Client, path: str, version: str | None = None) -> None:
 
 def write_weights(model_dir: Path, folder: Path, factor: float = 1.0) -> None:
     """Write the model's weights, with the logit head multiplied by `factor`."""
-    weights = {k: v for f in model_dir.glob("*.safetensors") for k, v in load_file(f).items()}
+    weights = weights_of(model_dir)
     head = weights["model.transformer.ff_out.weight"]
     weights["model.transformer.ff_out.weight"] = head * factor
     folder.mkdir()
@@ -339,8 +340,8 @@ def test_the_example_trains(
     script, curve = ROOT / "docs" / "examples" / "rl_tiny.py", tmp_path / "curve.png"
     arguments = ["--server", process.url, "--updates", updates, "--curve", curve]
     arguments += ["--iterations", "2", "--questions", "4", "--answers", "4"]
-    said = output_of(sys.executable, script, *map(str, arguments), env=environment())
-    assert said.count("mean reward") == 3 and curve.stat().st_size > 1000
+    output = output_of(sys.executable, script, *map(str, arguments), env=environment())
+    assert output.count("mean reward") == 3 and curve.stat().st_size > 1000
     write_weights(model_dir, updates / "as before")
     update(trained, "as before", "default")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of request bodies as the client sent them.
 
-They run before upstream's Pydantic models, whose error messages have another form.
+They run before upstream's Pydantic models, whose error messages have another form. Each check
+raises an InvalidParameterError that names the field.
 """
 
 from __future__ import annotations
@@ -38,11 +39,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
 
 
 def check_body(body: Any) -> None:
-    """Refuse a body of OpenAI's routes if one of its fields is invalid by itself.
-
-    Raises:
-        InvalidParameterError: naming the field.
-    """
+    """Refuse a body of OpenAI's routes if one of its fields is invalid by itself."""
     if not isinstance(body, dict):
         return
     refuse_fields(body)
@@ -53,11 +50,7 @@ def check_body(body: Any) -> None:
 
 
 def check_tools(body: Mapping[str, Any]) -> None:
-    """Refuse a body with too many tools, before any code iterates over them.
-
-    Raises:
-        InvalidParameterError: naming `tools`.
-    """
+    """Refuse a body with too many tools, before any code iterates over them."""
     tools = body.get("tools")
     if isinstance(tools, list) and len(tools) > MAX_TOOLS:
         given = f"a list of {len(tools)}"
@@ -65,27 +58,19 @@ def check_tools(body: Mapping[str, Any]) -> None:
 
 
 def refuse_fields(given: Mapping[str, Any]) -> None:
-    """Refuse fields that are not supported.
-
-    Raises:
-        InvalidParameterError: naming the first unsupported field.
-    """
+    """Refuse fields that are not supported."""
     check_tools(given)
     refuse_unsupported(given)
 
 
 def refuse_canvas(given: Any) -> None:
-    """Refuse `stream_canvas` on a route that sends no canvas.
-
-    Raises:
-        InvalidParameterError: naming `stream_canvas`.
-    """
+    """Refuse `stream_canvas` on a route that sends no canvas."""
     if given:
         wanted = "wanted false, or POST /v1/chat/completions"
         raise InvalidParameterError("stream_canvas", given, wanted)
 
 
-def left_out(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def ignored_fields(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """Return the names of fields that request something Mosaic does not provide.
 
     Args:
@@ -117,9 +102,6 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
     """Refuse arguments of the tokenizer among the variables of a chat template.
 
     Upstream passes both to one function, where `max_length` with `padding` can exhaust the memory.
-
-    Raises:
-        InvalidParameterError: naming the first such argument.
     """
     names = given if isinstance(given, dict) else {}
     if len(names) > MAX_IGNORED_FIELDS:
@@ -133,11 +115,7 @@ def check_template_kwargs(given: Any, field: str = "chat_template_kwargs") -> No
 
 
 def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
-    """Refuse a chosen function that is not among the tools of the body.
-
-    Raises:
-        InvalidParameterError: naming the field and the available functions.
-    """
+    """Refuse a chosen function that is not among the tools of the body."""
     listed = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     functions = [tool.get("function", tool) for tool in listed]
     names = [f.get("name") for f in functions if isinstance(f, dict)]
@@ -147,11 +125,7 @@ def check_chosen_tool(name: Any, tools: Any, field: str) -> None:
 
 
 def check_model_name(body: Mapping[str, Any]) -> None:
-    """Refuse a model name that is too long to repeat in an error or in the log.
-
-    Raises:
-        InvalidParameterError: naming `model`.
-    """
+    """Refuse a model name that is too long to repeat in an error or in the log."""
     name = body.get("model")
     if isinstance(name, str) and len(name) > MAX_MODEL_NAME_LENGTH:
         wanted = f"wanted a served model's name, of at most {MAX_MODEL_NAME_LENGTH} characters"
@@ -162,9 +136,6 @@ def check_num_answers(body: Mapping[str, Any]) -> None:
     """Refuse a body that requests more answers than the limit for one request.
 
     Each answer is a request to the engine, so a large `n` could keep it busy for hours.
-
-    Raises:
-        InvalidParameterError: naming the prompts, conversations or items, and their number.
     """
     limit, given = envs.max_answers(), body.get("n")
     # An invalid n is refused elsewhere.
@@ -193,9 +164,6 @@ def check_text_lengths(body: Mapping[str, Any], max_length: int) -> None:
     Args:
         body: the fields as sent.
         max_length: maximum number of characters of a text.
-
-    Raises:
-        InvalidParameterError: naming the field and the length of its longest text.
     """
     for field, value in body.items():
         is_batch = isinstance(value, list) and bool(value) and isinstance(value[0], list)
@@ -226,11 +194,7 @@ def max_characters(tokenizer: Any, max_tokens: int) -> int:
 
 
 def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) -> None:
-    """Refuse a text with more characters than `max_tokens` tokens can have, before tokenising it.
-
-    Raises:
-        InvalidParameterError: naming the field and its number of characters.
-    """
+    """Refuse a text that is longer than `max_tokens` tokens can be, before it is tokenised."""
     max_length = max_characters(tokenizer, max_tokens)
     if len(text) > max_length:
         wanted = f"wanted at most {max_length}, as many as {max_tokens} tokens can have"
@@ -238,10 +202,6 @@ def check_text_length(field: str, text: str, tokenizer: Any, max_tokens: int) ->
 
 
 def check_prompt(prompt: Any) -> None:
-    """Refuse a value that is not a prompt of `/v1/completions`.
-
-    Raises:
-        InvalidParameterError: naming `prompt`.
-    """
+    """Refuse a value that is not a prompt of `/v1/completions`."""
     if prompt is None or prompt in ("", []):
         raise InvalidParameterError("prompt", prompt, f"wanted {PROMPT}")

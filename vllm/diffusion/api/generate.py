@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.bodies import left_out
+from vllm.diffusion.api.bodies import ignored_fields
 from vllm.diffusion.api.choices import RequestTimedOut, stream_outputs
 from vllm.diffusion.api.protocol import (
     AlternativeToken,
@@ -239,9 +239,9 @@ class GenerateHandler:
 def _request_values(body: GenerateBody) -> dict[str, Any]:
     """Return the parameters of a body by canonical name; refuse misspelt and unsupported fields."""
     check_body(body)
-    known_fields = GenerateBody.model_fields
-    given = {k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in known_fields}
-    ignored = left_out(body.model_dump(exclude_unset=True), known_fields.keys() | SPELLINGS.keys())
+    known_fields, sent = GenerateBody.model_fields, body.model_dump(exclude_unset=True)
+    given = {name: value for name, value in sent.items() if name not in known_fields}
+    ignored = ignored_fields(sent, known_fields.keys() | SPELLINGS.keys())
     request = canonical(given, also_known=known_fields)
     if request.get("stream_canvas") and not body.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")

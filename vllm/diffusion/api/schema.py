@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, create_model, model_validator
 
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.fields import FIELDS, by_spelling
+from vllm.diffusion.request.fields import FIELDS, by_spelling, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -94,6 +94,19 @@ def described(table: Iterable[Parameter]) -> dict[str, Any]:
     return {name: (Any, _described(field)) for name, field in by_spelling(table).items()}
 
 
+def parameters_of(
+    body: BaseModel, base: type[BaseModel], table: Iterable[Parameter]
+) -> dict[str, Any]:
+    """Return the checked parameters of a body: the fields that `base` does not declare.
+
+    Raises:
+        InvalidParameterError: naming the field.
+    """
+    sent = body.model_dump(exclude_unset=True)
+    given = {name: value for name, value in sent.items() if name not in base.model_fields}
+    return checked(given, by_spelling(table), also_known=base.model_fields)
+
+
 def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
     """Refuse a number of log probabilities above the server's limit.
 
@@ -107,13 +120,13 @@ def check_logprobs(name: str, given: int | None, model_config: Any) -> None:
 
 
 def _described(field: Parameter) -> Any:
-    extra: dict[str, Any] = {"type": _JSON_TYPES[field.kind]}
-    if field.choices:
-        extra["enum"] = list(field.choices)
-    if field.minimum is not None:
-        extra["minimum"] = field.minimum
-    if field.maximum is not None:
-        extra["maximum"] = field.maximum
+    extra: dict[str, Any] = {
+        "type": _JSON_TYPES[field.kind],
+        "enum": list(field.choices) or None,
+        "minimum": field.minimum,
+        "maximum": field.maximum,
+    }
+    extra = {name: value for name, value in extra.items() if value is not None}
     text = f"{field.doc} (default: {field.documented_default})"
     users = tuple(dict.fromkeys((*field.algorithms, *field.block_algorithms)))
     if users:

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delay or caching of upstream's slowest imports, and additions to upstream's modules.
+"""Delay of upstream's slowest import, and additions to upstream's modules.
 
-Upstream's `__init__` imports the compiler's table of lowerings, which takes a second in every
-process, to add its own list to it. If that import fails, upstream continues without it. So the
+Upstream's `__init__` imports the compiler's table of lowerings, which delays a start by half a
+second, to add its own list to it. If that import fails, upstream continues without it. So the
 import fails at first, and the list is added when the table is imported later, which is when
 something compiles.
 
-transformers reads the sources of all its models twice, half a second each, to build its index.
-
 Our additions to upstream's command are made when its module is imported.
 
-Nothing here imports torch, transformers or upstream.
+Nothing here imports torch or upstream.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 LOWERING = "torch._inductor.lowering"
 COMMAND = "vllm.entrypoints.cli.serve"
-STRUCTURE = "transformers.utils.import_utils"
-_READS = "create_import_structure_from_path"
 
 
 class PostImportHook(MetaPathFinder):
@@ -71,18 +66,6 @@ class PostImportHook(MetaPathFinder):
 
 def _register_fallbacks(table: ModuleType) -> None:
     importlib.import_module("vllm.env_override")._patch_inductor_fallback_allow_list()
-
-
-def _read_folders_once(module: ModuleType) -> None:
-    read = getattr(module, _READS, None)
-    if read is not None:
-        setattr(module, _READS, functools.cache(read))
-
-
-def read_models_once() -> None:
-    """Make transformers cache what it reads from a folder; must be called before it is imported."""
-    if STRUCTURE not in sys.modules:
-        sys.meta_path.insert(0, PostImportHook(STRUCTURE, _read_folders_once))
 
 
 def _replace(module: ModuleType) -> None:

@@ -28,7 +28,7 @@ from vllm.diffusion.guided.guides import (
     unpacked,
 )
 from vllm.diffusion.request.algorithms import GUIDED_CACHES, NEVER, algorithms_for
-from vllm.diffusion.request.edit_values import edits_of
+from vllm.diffusion.request.edits import edits_of
 from vllm.diffusion.request.fields import BY_NAME, FIELDS, canonical, named_algorithm, value_of
 from vllm.diffusion.request.lengths import decide_lengths
 from vllm.diffusion.request.likelihood import (
@@ -38,8 +38,9 @@ from vllm.diffusion.request.likelihood import (
     SCORED_AS,
     likelihood_request,
 )
-from vllm.diffusion.request.params import NO_FILTERS, SEED_BITS, DiffusionParams
+from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
+from vllm.diffusion.request.request_fields import NO_FILTERS
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of request fields, checks of given values, and server-wide defaults.
 
-`FIELDS` is derived from `DiffusionParams` and the records of the algorithms.
+`FIELDS` is derived from `RequestFields`, `AlgorithmParams` and the records of the algorithms.
 `vllm.diffusion.request.decision` checks combinations of values.
 
 Nothing here imports torch or upstream.
@@ -23,7 +23,7 @@ from vllm.diffusion.request.algorithms import (
     AlgorithmParams,
     algorithms_for,
 )
-from vllm.diffusion.request.params import NO_FILTERS, DiffusionParams
+from vllm.diffusion.request.request_fields import NO_FILTERS, RequestFields
 from vllm.diffusion.request.values import Field, in_words
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _of_algorithms(field: Field) -> Field:
 
 
 PARAMETERS = tuple(_fields_of(AlgorithmParams))  # fields of single algorithms
-FIELDS = (*_fields_of(DiffusionParams), *PARAMETERS)
+FIELDS = (*_fields_of(RequestFields), *PARAMETERS)
 BY_NAME: dict[str, Field] = {f.name: f for f in FIELDS}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.algorithms import ALGORITHMS
-from vllm.diffusion.request.params import FIXED_WITH
+from vllm.diffusion.request.request_fields import FIXED_WITH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

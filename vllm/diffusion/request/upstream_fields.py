@@ -34,7 +34,7 @@ class UpstreamField:
             - "unlisted": accepted without effect; it requests nothing that the model does.
             - "refused": HTTP 400.
         neutral: values of a refused or ignored field that request nothing.
-        wanted: text of the refusal; empty if the name is refused as unknown.
+        refusal: text of the refusal; empty if the name is refused as unknown.
         in_sampling: whether upstream's `SamplingParams` has it. Such a field is refused on every
             route.
         replaced_by: field that has its effect.
@@ -43,7 +43,7 @@ class UpstreamField:
     name: str
     effect: Literal["acts", "renamed", "thinking", "ignored", "unlisted", "refused"]
     neutral: tuple[Any, ...] = ()
-    wanted: str = ""
+    refusal: str = ""
     in_sampling: bool = False
     replaced_by: str | None = None
 
@@ -131,6 +131,6 @@ def refuse_unsupported(given: Mapping[str, Any], *, in_sampling: bool = False) -
         InvalidParameterError: naming the first unsupported field.
     """
     for name, field in UPSTREAM_FIELDS.items():
-        is_considered = bool(field.wanted) and (field.in_sampling or not in_sampling)
+        is_considered = bool(field.refusal) and (field.in_sampling or not in_sampling)
         if is_considered and given.get(name) not in (None, *field.neutral):
-            raise InvalidParameterError(name, given[name], field.wanted)
+            raise InvalidParameterError(name, given[name], field.refusal)

@@ -136,7 +136,7 @@ class Field:
 
 
 def param(doc: str, **description: Any) -> Any:
-    """Declare an attribute of `DiffusionParams` that is a request field.
+    """Declare an attribute of `RequestFields` or `AlgorithmParams`.
 
     Args:
         doc: one line for users.

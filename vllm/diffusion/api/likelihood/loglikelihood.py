@@ -15,12 +15,12 @@ from vllm.diffusion.api.choices import stream_outputs
 from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS, ScoreClient, ScoreQuery
 from vllm.diffusion.api.protocol import Usage, check_model
-from vllm.diffusion.api.schema import described
+from vllm.diffusion.api.schema import described, parameters_of
 from vllm.diffusion.api.streams import final_output
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.decision import attach
-from vllm.diffusion.request.fields import BY_NAME, by_spelling, checked
+from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.params import SEED_BITS
 from vllm.diffusion.request.values import Field as Parameter
 from vllm.inputs.engine import tokens_input
@@ -238,11 +238,7 @@ class LikelihoodHandler:
 
     def _task_of(self, body: LikelihoodBody) -> _ScoringTask:
         self._validator.refuse_blocks("/v1/loglikelihood", "POST /v1/completions: echo, logprobs")
-        known_fields = LikelihoodBody.model_fields
-        given = {
-            k: v for k, v in body.model_dump(exclude_unset=True).items() if k not in known_fields
-        }
-        values = checked(given, by_spelling(PARAMETERS), also_known=known_fields)
+        values = parameters_of(body, LikelihoodBody, PARAMETERS)
         context, continuation = self._token_ids(body, values.get("add_special_tokens", True))
         for name, ids in (("context", context), ("continuation", continuation)):
             if self._validator.mask_id in ids:

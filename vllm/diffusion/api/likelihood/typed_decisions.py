@@ -26,11 +26,11 @@ from vllm.diffusion.api.likelihood.prompt_scores import (
     ScoreQuery,
 )
 from vllm.diffusion.api.protocol import set_priority
-from vllm.diffusion.api.schema import described
+from vllm.diffusion.api.schema import described, parameters_of
 from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.families import FAMILIES
-from vllm.diffusion.request.fields import BY_NAME, by_spelling, checked
+from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.values import Field as Parameter
 from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionRequest
@@ -73,8 +73,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     BY_NAME["timeout_s"],
 )
-
-_TIMEOUT = by_spelling([BY_NAME["timeout_s"]])
 
 DecisionRequest = create_model(
     "DecisionRequest",
@@ -299,12 +297,8 @@ def _values_of(request: Any, strategy: BlockStrategy) -> dict[str, Any]:
     Raises:
         RequestRefused: HTTP 400, naming the field.
     """
-    known_fields = StructuredDecisionRequest.model_fields
-    given = {
-        k: v for k, v in request.model_dump(exclude_unset=True).items() if k not in known_fields
-    }
     try:
-        values = checked(given, by_spelling(PARAMETERS), also_known=known_fields)
+        values = parameters_of(request, StructuredDecisionRequest, PARAMETERS)
         if values.get("passes", 1) > strategy.max_passes:
             raise InvalidParameterError(
                 "passes", values["passes"], "wanted 1: this model reads each question by itself"
@@ -321,8 +315,7 @@ class DiffusionScoring(ServingGenerativeScoring):
 
     async def create_generative_scoring(self, request: Any, raw_request: Any = None) -> Any:
         try:
-            known = type(request).model_fields
-            terms = checked(request.model_extra or {}, _TIMEOUT, also_known=known)
+            terms = parameters_of(request, type(request), [BY_NAME["timeout_s"]])
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         if raw_request is not None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from vllm.diffusion.api.bodies import (
     check_chosen_tool,
     check_text_length,
-    left_out,
+    ignored_fields,
     refuse_fields,
 )
 from vllm.diffusion.api.conversations import read_chat
@@ -189,7 +189,7 @@ def extra_args(request: Any, template: str) -> dict[str, Any]:
     # A route that converts its body passes on a tuple, which cannot come from JSON.
     elsewhere = sent.pop(IGNORED) if isinstance(sent.get(IGNORED), tuple) else ()
     refuse_fields(sent)
-    ignored = left_out(sent, type(request).model_fields.keys() | SPELLINGS.keys())
+    ignored = ignored_fields(sent, type(request).model_fields.keys() | SPELLINGS.keys())
     given = _given(request)
     xargs = getattr(request, "vllm_xargs", None) or {}
     extra = canonical({k: v for k, v in xargs.items() if k not in RESERVED_EXTRA_ARGS})
