@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoints import EOS_ID, random_prompt
 from tests.engine.harness import (
     DETERMINISTIC,
+    MAX_MODEL_LEN,
     Engine,
     Request,
     Response,
@@ -117,6 +118,15 @@ def test_an_answer_ends_at_its_limit(growing: Engine, limit: int) -> None:
     (answer,) = growing.ask(ask)
     assert (answer.token_ids, answer.finish_reason) == ([TEXT] * limit, "length")
     assert answer.report["canvas_lengths"][-1] == -(-limit // BLOCK) * BLOCK
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_the_last_block_fills_the_model_s_length(growing: Engine, cache: str) -> None:
+    """The longest canvas ends with the model's maximum length, inside a block."""
+    room = MAX_MODEL_LEN - 9
+    (answer,) = growing.ask(ends_at(room, limit=room, **QUOTA, cache=cache))
+    assert answer.token_ids == [TEXT] * (room - 1) + [EOS_ID]
+    assert answer.report["canvas_lengths"][-1] == room
 
 
 @pytest.mark.parametrize("algorithm", ["dream", "full_attn_multi_block", "multi_block"])

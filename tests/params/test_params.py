@@ -57,6 +57,8 @@ WITH_MULTI_BLOCK = served_with(
     algorithm="multi_block", block_add=0.1, decoded_thresh=0.95, **MULTI_BLOCK
 )
 ENDS_SHORT = ("full_attn_multi_block", "adablock")
+GROWN: dict[str, Any] = {"gen_length": 256, "block_length": 32, "steps": 256}
+GROWN |= {"canvas": "grow", "growth": 128}
 # A served model unless it is MODEL, the parameters of a request, and the decided values.
 DECIDED: dict[str, list[tuple[Any, ...]]] = {
     "a spelling of an algorithm": [
@@ -167,7 +169,36 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             {"max_tokens": most},
             {"gen_length": canvas, "max_tokens": most, "block_length": 32, "steps": canvas},
         )
-        for most, canvas in ((1, 32), (31, 32), (32, 32), (33, 64), (100, 128), (500, 512))
+        for most, canvas in ((1, 32), (31, 32), (32, 32), (33, 64), (100, 128), (256, 256))
+    ],
+    "a larger max_tokens is a limit up to which the canvas grows": [
+        ({"max_tokens": 500}, {**GROWN, "max_tokens": 500, "longest_canvas": 512}),
+        ({"max_tokens": 500, "steps": 64}, {**GROWN, "steps": 64, "longest_canvas": 512}),
+        ({"max_tokens": 500, "canvas": "fixed"}, {"gen_length": 512, "canvas": "fixed"}),
+        ({"max_tokens": 500, "return_trajectory": True}, {"gen_length": 512, "canvas": "fixed"}),
+        ({"max_tokens": 500, "gen_length": 512}, {"gen_length": 512, "canvas": "fixed"}),
+        ({"max_tokens": 300, "growth": 40}, {**GROWN, "growth": 64, "longest_canvas": 320}),
+        (
+            {"max_tokens": 300, "gen_length": 96, "canvas": "grow"},
+            {**GROWN, "gen_length": 96, "steps": 96, "longest_canvas": 320},
+        ),
+        (
+            {"max_tokens": 300, "gen_length": 512, "canvas": "grow"},
+            {"gen_length": 512, "max_tokens": 300, "canvas": "fixed"},
+        ),
+        ({"canvas": "grow"}, {**GROWN, "max_tokens": ROOM, "longest_canvas": ROOM}),
+        ({"max_tokens": 300, "block_length": 96}, {"gen_length": 288, "longest_canvas": 384}),
+        (served_with(canvas="fixed"), {"max_tokens": 500}, {"gen_length": 512, "canvas": "fixed"}),
+        (
+            model(default_gen_length=64),
+            {"max_tokens": 65},
+            {**GROWN, "gen_length": 64, "steps": 64},
+        ),
+        (
+            {"max_tokens": 500, "algorithm": "multi_block"},
+            {"gen_length": 256, "max_tokens": 256, "canvas": "grow", "growth": 0},
+        ),
+        (model(family=DREAM), {"max_tokens": 500}, {"gen_length": 256, "max_tokens": 256}),
     ],
     "the default canvas is clipped to the room": [
         (
@@ -869,12 +900,13 @@ def test_defaults_always_work(
         refusal(served, [1] * prompt_length, **parameters)
         return
     decided = resolve(served, [1] * prompt_length, **parameters)
-    assert 1 <= decided.max_tokens <= decided.gen_length <= room
+    longest = max(decided.gen_length, decided.longest_canvas)
+    assert 1 <= decided.max_tokens <= longest <= room
     if decided.algorithm not in ENDS_SHORT:
         assert decided.gen_length % decided.block_length == 0
-    if max_tokens is not None:
+    if max_tokens is not None and decided.growth + (decided.canvas == "fixed"):
         assert decided.max_tokens == max_tokens
-        assert decided.gen_length < max_tokens + 32
+        assert longest < max_tokens + max(32, decided.block_length)
     if steps is not None:
         assert decided.steps == (None if decided.algorithm == "adablock" else steps)
     if decided.algorithm == "semi_ar":
@@ -893,7 +925,7 @@ def test_a_given_block_length_shapes_a_canvas_that_was_not_given(
         decided = resolve(block_length=block_length, **parameters)
         assert decided.block_length == block_length
         assert decided.gen_length % block_length == 0
-        assert decided.gen_length >= decided.max_tokens
+        assert max(decided.gen_length, decided.longest_canvas) >= decided.max_tokens
         if parameters:
             assert decided.max_tokens == max_tokens
 

@@ -274,7 +274,8 @@ class BlockwiseRule(DecodingRule):
             self._computed_block = self.block
             return ForwardTarget(masked[:end].nonzero()[0], (0, length))
         eligible = masked[start:end].nonzero()[0] + start
-        window_end = length if self.params.cache == "prefix" else end
+        # The last block of a canvas that has grown to the model's maximum length may be shorter.
+        window_end = length if self.params.cache == "prefix" else min(end, length)
         return ForwardTarget(eligible, (start, window_end))
 
     @abstractmethod

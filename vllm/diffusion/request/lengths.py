@@ -35,9 +35,10 @@ class Lengths:
         steps: number of steps; None if it is unlimited.
         steps_per_block: steps of a block in block-causal families; None if the algorithm has no
             steps.
-        grows: whether the canvas may become longer, up to `max_tokens`.
+        grows: whether the canvas begins shorter than `max_tokens`.
         growth: positions by which a full canvas grows; 0 if the algorithm cannot continue on a
             longer one.
+        longest: length of the longest canvas; 0 if the canvas does not grow.
     """
 
     canvas: int
@@ -47,6 +48,7 @@ class Lengths:
     steps_per_block: int | None = None
     grows: bool = False
     growth: int = 0
+    longest: int = 0
 
 
 def decide_lengths(request: Request) -> Lengths:
@@ -151,8 +153,9 @@ def _first_canvas(request: Request, canvas: int) -> int | None:
     """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
     given, model = request.given, request.model
     block: int = given.get("block_length") or model.defaults.get("block_length", 1)
-    has_length = "gen_length" in given or any(given.get(name) for name in FIXED_WITH)
-    default = "fixed" if has_length else model.defaults.get("canvas", "grow")
+    has_length = "gen_length" in given or _requested_max_tokens(request) is None
+    is_fixed = has_length or any(given.get(name) for name in FIXED_WITH)
+    default = "fixed" if is_fixed else model.defaults.get("canvas", "grow")
     first: int = given.get("gen_length", -(-model.default_gen_length // block) * block)
     return first if given.get("canvas", default) == "grow" and first < canvas else None
 
@@ -160,15 +163,14 @@ def _first_canvas(request: Request, canvas: int) -> int | None:
 def _growing(lengths: Lengths, request: Request) -> Lengths:
     """Return the lengths of a canvas that grows, if the algorithm fills blocks one after the other.
 
-    The longest canvas consists of whole blocks, so an answer may end before `max_tokens` if the
-    model has no room for the last block.
+    The longest canvas consists of whole blocks, unless the last one exceeds the remaining room.
     """
     if request.algorithm.blocks != "in turn":
         return replace(lengths, max_tokens=min(lengths.max_tokens, lengths.canvas), grows=True)
     block = lengths.block_length
     growth = -(-request.values["growth"] // block) * block
-    max_tokens = min(lengths.max_tokens, request.room // block * block)
-    return replace(lengths, max_tokens=max_tokens, grows=True, growth=growth)
+    longest = min(-(-lengths.max_tokens // block) * block, request.room)
+    return replace(lengths, grows=True, growth=growth, longest=longest)
 
 
 def _check_room(request: Request, canvas: int, max_tokens: int | None) -> None:

@@ -42,6 +42,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         edit_ids: the tokens that delete and that insert a position.
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
+        longest_canvas: length up to which the canvas grows; 0 if it does not.
         fp8_attention_from: length in positions from which attention is fp8, if it is requested.
         logprobs: number of alternatives reported with every token's log probability, or None. If
             `logprob_token_ids` is set, it is their number.
@@ -70,6 +71,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         lambda r: () if r.algorithm.edits_length else r.model.ids.edit
     )
     think_ids: tuple[int, ...] = derived(lambda r: r.model.ids.think)
+    longest_canvas: int = derived(lambda r: r.lengths.longest)
     fp8_attention_from: int = derived(lambda r: r.model.fp8_from)
     logprobs: int | None = derived(lambda r: len(r.logprob_token_ids) or r.logprobs)
     logprob_token_ids: tuple[int, ...] = derived(lambda r: r.logprob_token_ids)
@@ -136,7 +138,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     @property
     def can_grow(self) -> bool:
         """Whether a full canvas grows if the answer has not ended."""
-        return self.growth > 0 and self.gen_length < self.max_tokens
+        return self.gen_length < self.longest_canvas
 
     @property
     def longest_answer(self) -> int:
@@ -145,9 +147,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
 
     def grown(self) -> DiffusionParams:
         """Return the parameters with a longer canvas, and as many steps for each block."""
-        block = self.block_length
-        longest = -(-self.max_tokens // block) * block
-        length = min(self.gen_length + self.growth, longest)
+        length = min(self.gen_length + self.growth, self.longest_canvas)
         steps = None if self.steps is None else self.steps * length // self.gen_length
         return dataclasses.replace(self, gen_length=length, steps=steps)
 
