@@ -64,7 +64,7 @@ def ends_at(
 
 
 def with_fixed(asked: Request, gen_length: int) -> Request:
-    """Return the same request on a canvas of fixed length, with as many steps for each block."""
+    """Return the same request on a canvas of fixed length, with the same steps for each block."""
     extra = {name: value for name, value in asked.extra.items() if name != "growth"}
     extra |= {"gen_length": gen_length}
     if "steps" in extra:
@@ -124,8 +124,8 @@ def test_an_answer_ends_at_its_limit(growing: Engine, limit: int) -> None:
 def test_the_last_block_fills_the_model_s_length(growing: Engine, cache: str) -> None:
     """The longest canvas ends with the model's maximum length, inside a block."""
     room = MAX_MODEL_LEN - 9
-    (answer,) = growing.ask(ends_at(room, limit=room, **QUOTA, cache=cache))
-    assert answer.token_ids == [TEXT] * (room - 1) + [EOS_ID]
+    (answer,) = growing.ask(ends_at(room - 1, limit=room - 1, **QUOTA, cache=cache))
+    assert answer.token_ids == [TEXT] * (room - 2) + [EOS_ID]
     assert answer.report["canvas_lengths"][-1] == room
 
 

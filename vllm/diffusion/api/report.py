@@ -63,6 +63,7 @@ class DiffusionReport(BaseModel):
     average_bytes: int | None = None
     budget_bytes: int | None = None
     replaced_by: dict[str, str] | None = None
+    canvas_lengths: list[int] | None = None
     infilled: list[dict[int, int]] | None = None
     trajectories: list[dict[str, Any] | None] | None = None
     error: str | None = None
@@ -77,6 +78,9 @@ class DiffusionReport(BaseModel):
         committed = sum(r["num_committed"] for r in reports)
         infilled = [r.get("infilled", {}) for r in reports]
         ignored = reports[0]["ignored"] if reports else []
+        canvas_lengths: list[int] = max(
+            (r.get("canvas_lengths", []) for r in reports), key=len, default=[]
+        )
         largest = max(reports, key=lambda r: r.get("peak_bytes", 0), default={})
         return cls(
             steps=reports[0]["steps"] if reports else None,
@@ -96,6 +100,7 @@ class DiffusionReport(BaseModel):
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
             budget_bytes=largest.get("budget_bytes"),
+            canvas_lengths=canvas_lengths or None,
             infilled=infilled if any(infilled) else None,
             trajectories=trajectories_in(messages),
             error=next((r["error"] for r in reports if "error" in r), None),
@@ -108,7 +113,7 @@ class DiffusionReport(BaseModel):
 
 _INCOMPLETE = "\ufffd"  # replacement character that tokenizers write for an incomplete character
 _MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
-_RARE = ("replaced_by", "infilled", "trajectories", "error")
+_RARE = ("replaced_by", "canvas_lengths", "infilled", "trajectories", "error")
 
 
 def _replacements(ignored: Iterable[str]) -> dict[str, str]:

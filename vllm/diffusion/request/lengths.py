@@ -59,7 +59,7 @@ def decide_lengths(request: Request) -> Lengths:
     """
     canvas, max_tokens = _canvas(request)
     is_block_causal = request.model.family.is_block_causal
-    first = None if is_block_causal else _first_canvas(request, canvas)
+    first = _first_canvas(request, canvas)
     if first is not None:
         lengths = _growing(_lengths(request, first, max_tokens), request)
     else:
@@ -144,20 +144,27 @@ def _default_canvas(request: Request, max_tokens: int | None) -> int:
     if block_length is not None and DEFAULT_BLOCK % block_length != 0:
         unit = block_length
     rounded = -(-max_tokens // unit) * unit
-    if rounded > room >= max_tokens and max_tokens % (block_length or 1) == 0:
+    ends_within_block = max_tokens % (block_length or 1) > 0 and not _may_grow(request)
+    if rounded > room >= max_tokens and not ends_within_block:
         return max_tokens
     return rounded
 
 
-def _first_canvas(request: Request, canvas: int) -> int | None:
-    """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
-    given, model = request.given, request.model
-    block: int = given.get("block_length") or model.defaults.get("block_length", 1)
+def _may_grow(request: Request) -> bool:
+    """Whether the canvas may begin shorter than the longest answer: if only the limit is given."""
+    given = request.given
     has_length = "gen_length" in given or _requested_max_tokens(request) is None
     is_fixed = has_length or any(given.get(name) for name in FIXED_WITH)
-    default = "fixed" if is_fixed else model.defaults.get("canvas", "grow")
-    first: int = given.get("gen_length", -(-model.default_gen_length // block) * block)
-    return first if given.get("canvas", default) == "grow" and first < canvas else None
+    default = "fixed" if is_fixed else request.model.defaults.get("canvas", "grow")
+    return not request.model.family.is_block_causal and given.get("canvas", default) == "grow"
+
+
+def _first_canvas(request: Request, canvas: int) -> int | None:
+    """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
+    model = request.model
+    block: int = request.given.get("block_length") or model.defaults.get("block_length", 1)
+    first: int = request.given.get("gen_length", -(-model.default_gen_length // block) * block)
+    return first if _may_grow(request) and first < canvas else None
 
 
 def _growing(lengths: Lengths, request: Request) -> Lengths:

@@ -58,9 +58,7 @@ class Request:
 
     @property
     def grows(self) -> bool:
-        """Whether the canvas grows up to `max_tokens`, as far as the algorithm can continue on a
-        longer one.
-        """
+        """Whether the canvas begins shorter than `max_tokens`."""
         return self.lengths.grows
 
     @property

@@ -129,8 +129,9 @@ class RequestFields:
         resolve=lambda _, r: r.lengths.max_tokens,
     )
     canvas: str = param(
-        "fixed: the canvas has gen_length tokens; grow: it begins with gen_length, or the server's "
-        "default_gen_length, and grows up to max_tokens while the answer has not ended",
+        "how the canvas gets its length. With fixed it has gen_length tokens; with grow it begins "
+        "with gen_length, or the server's default_gen_length, and grows up to max_tokens while the "
+        "answer has not ended",
         default_text="fixed with gen_length; grow if max_tokens exceeds default_gen_length",
         choices=("fixed", "grow"),
         neutral=("fixed", "grow"),
