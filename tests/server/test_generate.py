@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.server.client import ANSWER, GENERATE, PUZZLE, QUESTION, Client
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    PUZZLE,
+    QUESTION,
+    Client,
+    body_for,
+)
 from tests.server.process import MODEL_NAME
 
 NOISY = {"temperature": 2.0, "gen_length": 32, "steps": 8, "ignore_eos": True}
@@ -134,6 +144,25 @@ def test_max_tokens_cuts_the_answer_not_the_canvas(client: Client) -> None:
     assert cut["usage"]["completion_tokens"] == 3
     assert ANSWER.startswith(cut["text"][0])
     assert cut["text"][0]
+
+
+def test_a_limit_above_the_first_canvas_lets_the_canvas_grow(client: Client) -> None:
+    fields = {"prompt": QUESTION, "steps": 8, "cache": "dual"}
+    answer = client.generate(**fields, max_tokens=300, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 300
+    assert answer["diffusion"]["canvas_lengths"] == [256, 320]
+    fixed = client.generate(**fields, gen_length=32)
+    assert "canvas_lengths" not in fixed["diffusion"]
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, MESSAGES])
+def test_a_limit_costs_nothing(client: Client, route: str) -> None:
+    """With a limit of thousands of tokens, a short answer takes the steps of the first canvas."""
+    fields = {"steps": 16, "cache": "dual"}
+    asked = [client.answer(route, body_for(route, max_tokens=m, **fields)) for m in (256, 3500)]
+    small, large = (answer["diffusion"] for answer in asked)
+    assert large["canvas_lengths"] == [256]
+    assert large["num_forwards"] == small["num_forwards"]
 
 
 def test_stop_string(client: Client) -> None:

@@ -146,7 +146,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         return self.max_tokens if self.can_grow else min(self.max_tokens, self.gen_length)
 
     def grown(self) -> DiffusionParams:
-        """Return the parameters with a longer canvas, and the same number of steps for each block."""
+        """Return the parameters with a longer canvas, and the same steps for each block."""
         length = min(self.gen_length + self.growth, self.longest_canvas)
         steps = None if self.steps is None else self.steps * length // self.gen_length
         return dataclasses.replace(self, gen_length=length, steps=steps)
