@@ -167,9 +167,15 @@ def _report(item: RequestState) -> dict[str, Any]:
         "denoise_ms": round(1000 * ran, 3),
         "seed": item.params.seed,
         "ignored": list(item.params.ignored),
-        **({} if item.params.canvas == "fixed" else {"canvas_lengths": item.canvas_lengths}),
+        **_lengths(item),
         **(item.largest.report() if item.largest is not None else {}),
     }
+
+
+def _lengths(item: RequestState) -> dict[str, list[int]]:
+    """Return the lengths of a canvas that may grow, in order."""
+    lengths = [*item.earlier_lengths, item.params.gen_length]
+    return {} if item.params.canvas == "fixed" else {"canvas_lengths": lengths}
 
 
 def _num_end_tokens(item: RequestState) -> int:

@@ -47,7 +47,7 @@ class RequestState:
         next_rows: rows of its next forward.
         num_kept: number of positions, from 0, whose keys and values are cached.
         num_pages: number of its pages, if the scheduler assigns them.
-        canvas_lengths: lengths that its canvas has had, in order.
+        earlier_lengths: lengths of its canvas before it has grown, in order.
         prompt_of: the request that has computed the beginning of its first forward.
         largest: usage of its step with the highest peak.
         labels: labels of weights, by the number of weight changes before them.
@@ -68,14 +68,13 @@ class RequestState:
     num_forwards: int = 0
     num_drafts: int = 0
     num_committed: int = 0
-    canvas_lengths: list[int] = field(init=False)
+    earlier_lengths: list[int] = field(default_factory=list)
     prompt_of: str | None = None
     largest: StepUsage | None = None
     labels: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows
-        self.canvas_lengths = [self.params.gen_length]
 
     @classmethod
     def of(cls, request: Request, model: ServedModel) -> RequestState:
@@ -147,8 +146,8 @@ class RequestState:
         """Demand a longer canvas, because the present one is full; the prompt is computed again."""
         self.leave()
         self.gates, self.prompt_of = (), None
+        self.earlier_lengths.append(self.params.gen_length)
         self.params = self.params.grown()
-        self.canvas_lengths.append(self.params.gen_length)
         self.demand = demand_of(self.params, self.request.num_prompt_tokens)
         self.next_rows = self.demand.first_rows
         self.num_overtaken = 0
