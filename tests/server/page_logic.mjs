@@ -67,6 +67,16 @@ test("what a guess has committed is told apart", () => {
   assert.equal(trace.hasGuesses, true);
 });
 
+test("a canvas that grows keeps its earlier steps", () => {
+  const trace = traced();
+  trace.grow(5);
+  trace.push(canvas(5, "2c0.5", "3c0.75", "2c1", "1c0.5", "2p0.5"), 0.4);
+  assert.deepEqual([...trace.view.state], [EDITED, COMMITTED, COMMITTED, COMMITTED, PROPOSED]);
+  trace.seek(1);
+  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, MASKED, MASKED]);
+  assert.deepEqual(trace.commits(), [1, 1, 1, 1]);
+});
+
 test("a reader of an old step is not moved by a new one", () => {
   const trace = traced();
   trace.seek(0);

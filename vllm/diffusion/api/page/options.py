@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Common parameters in the page's order; the parameters of the algorithm follow.
 COMMON = (
-    *("gen_length", "steps", "block_length", "temperature", "cache"),
+    *("gen_length", "canvas", "steps", "block_length", "temperature", "cache"),
     *("cfg_scale", "remasking", "seed", "num_speculative_states"),
 )
 

@@ -124,7 +124,8 @@ export class Pane {
   }
 
   resize(length) {
-    this.trace = new Trace(length, this.ends);
+    if (this.trace.frames.length && length > this.trace.length) this.trace.grow(length);
+    else this.trace = new Trace(length, this.ends);
     this.board.show(this.trace, blockLengthOf(this.used));
   }
 

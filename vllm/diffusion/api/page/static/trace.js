@@ -15,6 +15,13 @@ class Board {
     this.state = new Uint8Array(length);
     this.guessed = new Uint8Array(length); // 1: committed by an accepted draft
   }
+
+  // A copy with masked positions at the end.
+  grown(length) {
+    const board = new Board(length);
+    for (const part of PARTS) board[part].set(this[part]);
+    return board;
+  }
 }
 
 export class Trace {
@@ -28,6 +35,13 @@ export class Trace {
     this.at = -1; // index of the shown frame; -1: the empty canvas
     this.head = new Board(length); // the latest frame
     this.numCommitted = 0;
+  }
+
+  // Continue on a longer canvas. Earlier frames show its new positions as masks.
+  grow(length) {
+    this.length = length;
+    this.view = this.view.grown(length);
+    this.head = this.head.grown(length);
   }
 
   // Append the canvas of a server's event. Returns the new frame.
