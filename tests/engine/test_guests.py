@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step enters no function of a capability that its requests do not use."""
+"""Guests: steps without them enter none of their functions, and a new one enters by one door."""
 
 import sys
 from collections.abc import Callable
@@ -11,6 +11,8 @@ import pytest
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Request, running
 from vllm.diffusion.engine.scheduler.long_step_policy import SpeedEstimate
+from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.worker.status import status_of
 from vllm.diffusion.memory import Admission, Demand
 
 GUESTS = {
@@ -69,3 +71,36 @@ def test_steps_enter_the_guests_of_their_requests_alone(
     assert len(entered) >= 16
     seen = set().union(*entered[1:-1]) & GUESTS
     assert seen == wanted
+
+
+class RowCount(StepGuest):
+    """Counts the rows of all collected steps and of the requests that have ended."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.num_rows = self.num_started = self.num_removed = 0
+
+    def started(self, canvas: Any, new: Any) -> None:
+        self.num_started += 1
+
+    def collected(self, step: Any, candidates: Any, outcomes: Any) -> None:
+        self.num_rows += step.batch.num_rows
+
+    def removed(self, req_id: str) -> None:
+        self.num_removed += 1
+
+    def status(self) -> dict[str, Any]:
+        return {"rows": self.num_rows, "started": self.num_started, "ended": self.num_removed}
+
+
+def test_a_step_guest_sees_every_step_and_reports_in_the_status(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    with running(checkpoint("mha")) as engine:
+        runner = engine.runner
+        assert "rows" not in status_of(runner)
+        assert runner.join(RowCount) is runner.join(RowCount)
+        engine.ask(*(Request(random_prompt(n), PLAIN) for n in (8, 20)))
+        assert engine.is_idle()
+        actual = status_of(runner)
+        assert (actual["rows"], actual["started"], actual["ended"]) == (8 * (24 + 36), 2, 2)

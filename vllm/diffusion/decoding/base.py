@@ -86,6 +86,8 @@ class Commit(NamedTuple):
 class ScorePick(NamedTuple):
     """Commit of a rule that uses only scores: the most certain candidates.
 
+    Only rules of block-causal families (`GridRule`) are chosen together in this way.
+
     Attributes:
         quota: minimum number to commit, if there are enough candidates.
         threshold: candidates with a larger score are all committed, if they are more than the

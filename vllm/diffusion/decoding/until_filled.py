@@ -47,7 +47,10 @@ class UntilFilledRule(BlockwiseRule):
 
     @abstractmethod
     def accept(self, candidates: Candidates) -> Mask:
-        """Return the candidates to commit, [R] bool."""
+        """Return the candidates to commit, [R] bool.
+
+        Candidates ascend by position. Without a cache, masked positions of the prompt come first.
+        """
 
 
 def with_best(accepted: Mask, scores: Array) -> Mask:

@@ -81,8 +81,9 @@ class BatchItem(Protocol):
 class StepGuest:
     """Base class of step guests, which changes nothing.
 
-    A guest joins the runner when a request first needs it (`step_guests.py`), on all ranks, and
-    then takes part in every step.
+    `guests_needed` in `engine/worker/step_guests.py` decides which guests a request needs. A guest
+    joins the runner, on all ranks, when the first such request starts. It never leaves, and its
+    methods are called for all requests, so it must skip requests that do not need it.
 
     Args:
         runner: the runner of the requests.
@@ -129,7 +130,8 @@ class StepGuest:
         """Handle the results of a step whose requests have committed their candidates.
 
         Args:
-            step: the step.
+            step: the step. Its batch may have items of requests that were removed since its launch,
+                and extra items of guests.
             candidates: candidates or finished choice of each item of the batch.
             outcomes: requests that have committed, each with its error or None. Errors of further
                 commits may be added.
@@ -138,8 +140,12 @@ class StepGuest:
     def launched_next(self) -> None:
         """Do work for which the device must not wait; called after the next launch."""
 
-    def report(self) -> dict[str, Any]:
-        """Return fields of `DiffusionRunnerOutput`."""
+    def output_fields(self) -> dict[str, Any]:
+        """Return fields of `DiffusionRunnerOutput`, the message to the scheduler."""
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        """Return entries of this rank's status, which `/status.json` shows."""
         return {}
 
     def invalidate(self) -> None:

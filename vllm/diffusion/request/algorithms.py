@@ -44,7 +44,8 @@ class Algorithm:
         source: number of its source in the list of docs/decoding.md.
         blocks: order in which blocks are filled: one after the other ("in turn"), several at once
             ("together"), or no blocks: the whole canvas competes ("none").
-        score: criterion by which candidates are compared; "alg" means the request parameter `alg`.
+        score: criterion by which candidates are compared, for documents and checks; the rule's
+            `scoring` decides which score is computed. "alg" means the request parameter `alg`.
         pace: what determines how many tokens a step commits. "steps": the number of steps. "rule":
             the rule itself; a number of steps only limits the forward passes. "rule alone": the
             rule itself; a number of steps has no meaning.
@@ -66,7 +67,8 @@ class Algorithm:
         speculates: how its next states are drafted. "chain": each state from the previous one,
             because the number of committed positions does not depend on scores. "fan": several
             states after each one, for different numbers of committed positions. None: not at all,
-            because the algorithm keeps further state outside the rule.
+            because the algorithm keeps further state outside the rule. A wrong choice makes drafts
+            useless, but never changes an answer.
     """
 
     name: str

@@ -64,9 +64,10 @@ class Status:
         waiting = metrics.waiting()
         running = {entry["id"]: entry for entry in self._answer.get("requests", [])}
         return {
-            "pool_bytes": self._answer.get("pool_bytes"),
-            "host_bytes": self._answer.get("host_bytes"),
-            "products": self._answer.get("products"),
+            "pool_bytes": None,
+            "host_bytes": None,
+            "products": None,
+            **self._answer,
             "age_s": time.time() - self._answered_at,
             "row_budget": self._row_budget,
             "max_requests": self._max_requests,

@@ -61,7 +61,7 @@ class Packing:
 
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
-        windows: per request, the positions that are computed.
+        windows: per item, the positions of each of its sequences that are computed.
         pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, row of the page store for each of the last W rows, which belong to

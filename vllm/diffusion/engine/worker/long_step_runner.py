@@ -187,7 +187,7 @@ class LongStepRunner(StepGuest):
         self._pool.trim()
         return True
 
-    def report(self) -> dict[str, Any]:
+    def output_fields(self) -> dict[str, Any]:
         """Return the paused step, and the times of slices that have ended since the last call."""
         fields = dict[str, Any]()
         if self._paused is not None:

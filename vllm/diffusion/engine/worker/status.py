@@ -53,6 +53,7 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
         },
         "host_bytes": caches.host_bytes,
         "products": _PRODUCTS[dispatch.card_of(runner.device).tier],
+        **{name: value for guest in runner.guests for name, value in guest.status().items()},
         "requests": [_of_request(canvas, caches.page_bytes) for canvas in runner.canvases.values()],
     }
 

@@ -125,7 +125,7 @@ class StepLoop:
         runner, req_ids = self._runner, list(message.num_scheduled_tokens)
         more = dict[str, Any]()
         for guest in runner.guests:
-            more |= guest.report()
+            more |= guest.output_fields()
         return DiffusionRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},

@@ -52,6 +52,7 @@ class Window(NamedTuple):
 
     @property
     def num_rows(self) -> int:
+        """Number of rows of one sequence; with guidance a request computes two sequences."""
         return self.stop - self.first
 
 
