@@ -92,7 +92,8 @@ class LongStepPolicy:
         return self.longest_pause_s / 2
 
     def started(self, item: RequestState, admission: Admission) -> None:
-        """Handle the start of a request."""
+        """Handle the start of a request, also on a longer canvas."""
+        self._predicted_s.pop(item, None)
         if self.is_long(item, math.inf, admission):
             self.is_idle = False
 
