@@ -248,8 +248,8 @@ def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) 
     assert text_of(page, "committed") == "32/32"
     assert text_of(page, "forwards") == "32"
     page.run(f"{part('slider')}.focus()")
-    page.key("ArrowLeft")  # from the end to the last step
-    page.key("ArrowLeft")
+    for _ in range(4):  # from the end past the last step; a slow page has fewer steps
+        page.key("ArrowLeft")
     committed = text_of(page, "committed")
     assert committed != "32/32"
     assert committed.endswith("/32")
