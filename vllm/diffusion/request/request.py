@@ -57,11 +57,6 @@ class Request:
         return self.model.max_model_len - len(self.prompt)
 
     @property
-    def grows(self) -> bool:
-        """Whether the canvas begins shorter than `max_tokens`."""
-        return self.lengths.grows
-
-    @property
     def num_tokens(self) -> int:
         """Length of prompt and canvas."""
         return len(self.prompt) + self.lengths.canvas

@@ -138,7 +138,7 @@ class RequestFields:
         server_wide=True,
         uses=lambda a: not a.is_block_causal,
         refuse=_refused_growth,
-        resolve=lambda _, r: "grow" if r.grows else "fixed",
+        resolve=lambda _, r: "grow" if r.lengths.grows else "fixed",
     )
     growth: int = param(
         "tokens by which a full canvas grows, in whole blocks",

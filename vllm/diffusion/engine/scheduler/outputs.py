@@ -51,32 +51,27 @@ def progress(
 
 def refusal(request: Request, message: str) -> EngineCoreOutput:
     """Create the output with the error that ends a request; the request's status must be set."""
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        kv_transfer_params={"dllm": {"error": message}},
-        **_common(request),
-    )
+    return _last(request, {"error": message})
 
 
 def timeout(item: RequestState, message: str) -> EngineCoreOutput:
     """Create the output of a request that timed out; the request's status must be set."""
     fields = {"error": message, "timeout_s": item.params.timeout_s, **_report(item)}
-    return EngineCoreOutput(
-        request_id=item.req_id,
-        new_token_ids=[],
-        kv_transfer_params={"dllm": fields},
-        **_common(item.request),
-    )
+    return _last(item.request, fields)
 
 
 def end(item: RequestState) -> EngineCoreOutput:
     """Create the output that ends an answer without a further token."""
+    return _last(item.request, _report(item))
+
+
+def _last(request: Request, fields: dict[str, Any]) -> EngineCoreOutput:
+    """Create the last output of a request, which has fields of our own but no token."""
     return EngineCoreOutput(
-        request_id=item.req_id,
+        request_id=request.request_id,
         new_token_ids=[],
-        kv_transfer_params={"dllm": _report(item)},
-        **_common(item.request),
+        kv_transfer_params={"dllm": fields},
+        **_common(request),
     )
 
 
