@@ -5,8 +5,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
-const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, UNUSED, shown } = await import(`${modules}trace.js`);
-const { curlOf, eachEvent, linkOf, stateIn } = await import(`${modules}request.js`);
+const { ABSENT, COMMITTED, EDITED, MASKED, PROPOSED, Trace, UNUSED, shown } = await import(`${modules}trace.js`);
+const { curlOf, eachEvent, lengthOf, linkOf, stateIn } = await import(`${modules}request.js`);
 const { languageOf, matches, writtenOf } = await import(`${modules}guided.js`);
 const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
@@ -73,8 +73,9 @@ test("a canvas that grows keeps its earlier steps", () => {
   trace.push(canvas(5, "2c0.5", "3c0.75", "2c1", "1c0.5", "2p0.5"), 0.4);
   assert.deepEqual([...trace.view.state], [EDITED, COMMITTED, COMMITTED, COMMITTED, PROPOSED]);
   trace.seek(1);
-  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, MASKED, MASKED]);
+  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, ABSENT, ABSENT]);
   assert.deepEqual(trace.commits(), [1, 1, 1, 1]);
+  assert.deepEqual(trace.frames.map((frame) => frame.length), [3, 3, 3, 5]);
 });
 
 test("a reader of an old step is not moved by a new one", () => {
@@ -103,6 +104,18 @@ test("events are heard whole, whatever parts they come in", () => {
     assert.equal(eachEvent(rest + text.slice(cut), (e) => heard.push(e.a)), "");
     assert.deepEqual(heard, [1, 2]);
   }
+});
+
+test("without a length the canvas may grow as far as the model allows", () => {
+  const auto = { canvas: "grow", first: 256, max_tokens: 4096 };
+  const length = (settings, room, text = "") => lengthOf(settings, [{ content: text }], auto, room);
+  assert.deepEqual(length({}, 8192), { canvas: "grow", max_tokens: 4096 });
+  assert.deepEqual(length({}, 4096), { canvas: "grow" });
+  assert.deepEqual(length({}, 8192, "é".repeat(2048)), { canvas: "grow" });
+  assert.deepEqual(length({ canvas: "other" }, 8192), { canvas: "other", max_tokens: 4096 });
+  assert.deepEqual(length({ canvas: "fixed" }, 8192), { canvas: "fixed" });
+  assert.deepEqual(length({ gen_length: 64, canvas: "grow" }, 8192), {});
+  assert.deepEqual(lengthOf({}, [], null, 8192), {});
 });
 
 test("a number is judged before it is sent", () => {

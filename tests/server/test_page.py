@@ -116,6 +116,17 @@ def test_defaults_are_those_that_act() -> None:
     assert default(DREAM, "threshold", "cache", cache="dual") == "dual"  # the server's default
     assert default(DREAM, "dream", "cache", cache="dual") == "none"  # `dream` supports no cache
     assert default(DREAM, "dream", "steps", steps=8) == 8
+    assert default(SDAR, "low_confidence_dynamic", "gen_length") == 128  # it costs no canvas
+    assert default(DREAM, "dream", "gen_length") is None  # the canvas grows
+
+
+def test_the_length_is_left_to_the_server_where_the_canvas_can_grow() -> None:
+    def length(family: Family, **server: Any) -> Any:
+        return page_options(model_of(family, **server), "m", "1")["auto_length"]
+
+    assert length(DREAM) == {"canvas": "grow", "first": 256, "max_tokens": 4096}
+    assert length(DREAM, canvas="fixed")["canvas"] == "fixed"  # the server's default
+    assert length(SDAR) is None
 
 
 def test_what_the_server_offers(client: Client) -> None:
@@ -245,14 +256,14 @@ def press(page: Browser, label: str) -> None:
 def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) -> None:
     ask(page, QUESTION)
     assert answers(page) == [ANSWER]
-    assert text_of(page, "committed") == "32/32"
+    assert text_of(page, "committed") == "32/256"
     assert text_of(page, "forwards") == "32"
     page.run(f"{part('slider')}.focus()")
     for _ in range(4):  # from the end past the last step; a slow page has fewer steps
         page.key("ArrowLeft")
     committed = text_of(page, "committed")
-    assert committed != "32/32"
-    assert committed.endswith("/32")
+    assert committed != "32/256"
+    assert committed.endswith("/256")
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("ArrowRight")
     actual = text_of(page, "readout")
@@ -413,6 +424,36 @@ def test_a_run_begins_with_an_empty_timeline_and_a_stopped_answer_is_not_said(
     ]
 
 
+def test_without_a_length_the_canvas_grows_with_the_answer(page: Browser) -> None:
+    page.run(LISTEN)
+    assert page.run("document.querySelector('[name=gen_length]').placeholder") == "auto"
+    assert page.run("document.querySelector('[name=canvas]').selectedOptions[0].text") == "auto"
+    choose(page, "answer", "regex")
+    choose(page, "language", r"(The capital of France is Paris\. ){60}")
+    ask(page, QUESTION)
+    (sent,) = page.run("window.sent")
+    assert "gen_length" not in sent
+    assert sent["canvas"] == "grow"
+    assert answers(page)[0].count("Paris") == 60
+    committed, length = map(int, text_of(page, "committed").split("/"))
+    assert 480 <= committed <= length
+    assert length in (512, 640)  # 256, and once or more than once 128
+    page.run(f"{part('slider')}.focus()")
+    page.key("Home")
+    page.key("ArrowRight")
+    assert text_of(page, "committed").endswith("/256")
+    page.run("document.querySelector('.scroller canvas').focus()")
+    page.key("End")
+    assert text_of(page, "readout") == f"position {length}, block {length // 32}: " + (
+        "not part of the canvas yet"
+    )
+    choose(page, "answer", "")
+    choose(page, "canvas", "fixed")
+    ask(page, QUESTION)
+    assert page.run("window.sent")[1]["canvas"] == "fixed"
+    assert text_of(page, "committed").endswith("/32")  # max_new_tokens of the checkpoint
+
+
 def test_canvases_side_by_side_begin_at_one_height(page: Browser) -> None:
     page.run("document.getElementById('compare').click()")
     choose(page, "algorithm", "multi_block", pane=1)
@@ -464,6 +505,7 @@ def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
 
 def test_a_short_run_is_played_once_at_a_pace_that_can_be_read(page: Browser) -> None:
     page.show(still=False)
+    choose(page, "gen_length", "32")
     choose(page, "steps", "4")
     page.run(
         "window.seen = []; window.plays = 0;"

@@ -18,6 +18,7 @@ COMMON = (
     *("gen_length", "canvas", "steps", "block_length", "temperature", "cache"),
     *("cfg_scale", "remasking", "seed", "num_speculative_states"),
 )
+MAX_AUTO_TOKENS = 4096  # longest answer of a request that leaves the length to the server
 
 
 def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
@@ -25,7 +26,9 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
 
     Returns:
         `algorithms` by name, each with the description `commits` and with `fields`, its parameters
-        and their defaults; `end_ids` holds the tokens that end an answer.
+        and their defaults; `end_ids` holds the tokens that end an answer. `auto_length` is what the
+        page sends if the user chooses no length: the kind of canvas, the first length of a canvas
+        that grows, and the longest answer; None in families whose requests have a length.
     """
     family = model.family
     algorithms = algorithms_for(family)
@@ -36,6 +39,7 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
         "family": family.name,
         "max_model_len": model.max_model_len,
         "end_ids": sorted(model.ids.stop),
+        "auto_length": None if family.is_block_causal else _auto_length(model),
         "algorithm": default,
         "algorithms": {
             algorithm.name: {
@@ -44,6 +48,14 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
             }
             for algorithm in algorithms.values()
         },
+    }
+
+
+def _auto_length(model: ServedModel) -> dict[str, Any]:
+    return {
+        "canvas": model.defaults.get("canvas", "grow"),
+        "first": model.default_gen_length,
+        "max_tokens": MAX_AUTO_TOKENS,
     }
 
 
@@ -77,6 +89,8 @@ def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, A
 
 def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
     """Return the value that applies if none is given; None if other parameters determine it."""
+    if name == "canvas" or (name == "gen_length" and not model.family.is_block_causal):
+        return None
     if name == "gen_length":
         return model.default_max_tokens or DEFAULT_CANVAS
     if name == "block_length":

@@ -95,7 +95,7 @@ export class Controls {
     this.faults = {};
     const { commits } = this.options.algorithms[this.algorithm];
     const names = Object.keys(this.options.algorithms);
-    const pick = { name: "algorithm", type: "string", choices: names, doc: commits };
+    const pick = { name: "algorithm", type: "string", choices: names, default: names[0], doc: commits };
     this.box.replaceChildren(
       this.control(pick, this.algorithm),
       about(`Commits ${commits}.`),
@@ -193,8 +193,9 @@ function labelled(name, title, input) {
 
 function selectOf(field, value) {
   const select = document.createElement("select");
+  if (field.default === undefined) select.add(new Option("auto", ""));
   for (const choice of field.choices) select.add(new Option(choice, choice));
-  select.value = value ?? field.default ?? field.choices[0];
+  select.value = value ?? field.default ?? "";
   return select;
 }
 

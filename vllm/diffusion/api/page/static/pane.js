@@ -4,9 +4,9 @@
 import { BoardView, inks } from "./board.js";
 import { Controls, onPage } from "./controls.js";
 import { KINDS, matches } from "./guided.js";
-import { apiKey, ask, bodyOf, copy, curlOf } from "./request.js";
+import { apiKey, ask, bodyOf, copy, curlOf, lengthOf } from "./request.js";
 import { svgOf } from "./svg.js";
-import { EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
+import { ABSENT, EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
 
 const STEP_MS = 350; // maximum time between two steps of a replay
 const REPLAY_MS = 4500; // maximum time of a replay
@@ -18,7 +18,7 @@ export class Pane {
     this.root = root;
     this.name = name;
     this.announce = announce;
-    this.ends = options.end_ids;
+    this.options = options;
     this.part = (part) => root.querySelector(`[data-part="${part}"]`);
     this.controls = new Controls(this.part("controls"), options, () => this.summarise());
     this.board = new BoardView(this.part("scroller"), (i) => this.read(i));
@@ -50,7 +50,7 @@ export class Pane {
     const { algorithm, gen_length, steps } = this.controls.settings();
     const kind = KINDS[this.controls.kind]?.name;
     this.part("summary").textContent =
-      [algorithm, `${gen_length} tokens`, steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
+      [algorithm, gen_length ? `${gen_length} tokens` : "length auto", steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
   // Send a request and draw every step. Returns the answer in the form of conversations and logs;
@@ -63,7 +63,9 @@ export class Pane {
       const settings = this.controls.settings();
       settings.seed ??= Math.floor(Math.random() * 2 ** 32);
       isExact = Boolean(settings.structured_outputs);
-      this.begin(settings, bodyOf(messages, settings, isPlain));
+      const { auto_length: auto, max_model_len: room } = this.options;
+      const length = lengthOf(settings, messages, auto, room);
+      this.begin(settings, bodyOf(messages, { ...settings, ...length }, isPlain));
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
@@ -90,7 +92,8 @@ export class Pane {
 
   begin(settings, body) {
     this.pause();
-    const trace = new Trace(settings.gen_length, this.ends);
+    const length = settings.gen_length ?? this.options.auto_length.first;
+    const trace = new Trace(length, this.options.end_ids);
     this.body = body;
     this.used = settings;
     this.abort = new AbortController();
@@ -124,9 +127,14 @@ export class Pane {
   }
 
   resize(length) {
-    if (this.trace.frames.length && length > this.trace.length) this.trace.grow(length);
-    else this.trace = new Trace(length, this.ends);
-    this.board.show(this.trace, blockLengthOf(this.used));
+    if (this.trace.frames.length && length > this.trace.length) {
+      this.trace.grow(length);
+      this.board.arrange();
+      this.put("readout", `The canvas has grown to ${length} tokens.`);
+    } else {
+      this.trace = new Trace(length, this.options.end_ids);
+      this.board.show(this.trace, blockLengthOf(this.used));
+    }
   }
 
   finish() {
@@ -183,7 +191,7 @@ export class Pane {
     const { trace } = this;
     if (!trace?.frames.length) return `${this.name}: no answer.`;
     return `${this.name}: step ${trace.frame?.step ?? 0}, ${trace.frame?.committed ?? 0} of ` +
-      `${trace.length} tokens committed.`;
+      `${trace.frame?.length ?? trace.length} tokens committed.`;
   }
 
   // ---- counters ------------------------------------------------------------------------------
@@ -198,7 +206,7 @@ export class Pane {
     this.put("step", shown ? `${shown.step}${of}` : "0");
     this.put("forwards", report?.diffusion.num_forwards ?? newest?.step ?? 0);
     this.part("guessed").hidden = !trace.hasGuesses;
-    this.put("committed", `${shown?.committed ?? 0}/${trace.length}`);
+    this.put("committed", `${shown?.committed ?? 0}/${shown?.length ?? trace.length}`);
     const answered = report ? report.token_ids[0].length : trace.counted().numOthers;
     this.put("rate", newest ? rounded(answered / seconds) : "–");
     this.put("seconds", `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`);
@@ -285,6 +293,7 @@ export class Pane {
     const { trace } = this, state = trace.view.state[i], block = blockLengthOf(this.used);
     const where = `position ${i + 1}${block ? `, block ${Math.floor(i / block) + 1}` : ""}`;
     if (state === MASKED) return `${where}: masked`;
+    if (state === ABSENT) return `${where}: not part of the canvas yet`;
     if (state === UNUSED) return `${where}: not needed, because the answer ended before it`;
     const what = state === PROPOSED ? "proposed" : trace.isFresh(i) ? "just committed"
       : state === EDITED ? "edited" : "committed";
