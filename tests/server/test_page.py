@@ -191,8 +191,9 @@ def page(browser: Browser, server: ServerProcess) -> Iterator[Browser]:
     browser.show()
     browser.errors.clear()
     browser.requested.clear()
-    browser.open(f"{server.url}/status")  # the page stores its conversation when it is left
+    browser.open(f"{server.url}/status")  # the page stores its settings when it is left
     browser.run("sessionStorage.clear()")
+    browser.forget(server.url)
     visit(browser, f"{server.url}/")
     yield browser
     assert browser.errors == []
@@ -204,7 +205,7 @@ def page(browser: Browser, server: ServerProcess) -> Iterator[Browser]:
 def visit(page: Browser, url: str) -> None:
     page.open("about:blank")
     page.open(url)
-    page.wait_for("!document.getElementById('send').disabled")
+    page.wait_for("document.body.dataset.state === 'ready'")
 
 
 def part(name: str, pane: int = 0) -> str:
@@ -246,6 +247,11 @@ def answers(page: Browser) -> list[str]:
     actual: list[str] = page.run(
         "[...document.querySelectorAll('.answer .text')].map(a => a.innerText)"
     )
+    return actual
+
+
+def questions(page: Browser) -> list[str]:
+    actual: list[str] = page.run("[...document.querySelectorAll('.mine')].map(q => q.textContent)")
     return actual
 
 
@@ -365,6 +371,12 @@ def test_an_error_of_a_script_leaves_the_page_usable(page: Browser) -> None:
     page.errors.clear()
 
 
+def link_to(server: ServerProcess, state: Any) -> str:
+    """Return the address of the page with a state, as *Copy link* makes it."""
+    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
+    return f"{server.url}/#ask={coded}"
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -378,8 +390,7 @@ def test_an_error_of_a_script_leaves_the_page_usable(page: Browser) -> None:
 def test_a_link_that_cannot_be_read_leaves_the_page_usable(
     page: Browser, server: ServerProcess, state: Any
 ) -> None:
-    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
-    visit(page, f"{server.url}/#ask={coded}")
+    visit(page, link_to(server, state))
     ask(page, QUESTION)
     assert answers(page) == [ANSWER]
 
@@ -616,15 +627,8 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
     )
     ask(page, "What is 2 plus 2?")
     press(page, "Regenerate answer 1")
-    assert page.run("document.getElementById('sure').open")
-    assert len(answers(page)) == 2
-    page.run("document.querySelector('#sure .quiet').click()")
-    assert len(answers(page)) == 2
-    press(page, "Regenerate answer 1")
-    page.run("document.querySelector('#sure .main').click()")
-    page.wait_for("document.querySelectorAll('.turn').length === 1")
     wait_for_answer(page)
-    assert page.run("[...document.querySelectorAll('.mine')].map(q => q.textContent)") == [QUESTION]
+    assert questions(page) == [QUESTION]
     assert len(answers(page)) == 1
     sent = [
         [(m["role"], m["content"]) for m in body["messages"]] for body in page.run("window.sent")
@@ -637,6 +641,127 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
         [system, *first, ("user", "What is 2 plus 2?")],
     ]
     assert sent[3] == [system, ("user", QUESTION)]
+
+
+def test_a_question_asked_again_is_a_branch_and_nothing_is_lost(
+    page: Browser, server: ServerProcess
+) -> None:
+    other = "What is 3 plus 4?"
+    ask(page, QUESTION)
+    ask(page, other)
+    press(page, "Regenerate answer 1")
+    wait_for_answer(page)
+    assert questions(page) == [QUESTION]
+    assert page.run("document.querySelector('.count').ariaLabel") == "Version 2 of 2"
+    press(page, "Edit question 1")
+    page.run("document.getElementById('question').value = ''")
+    ask(page, "Which city is the capital of Japan?")
+    assert page.run("document.querySelector('.count').textContent") == "3/3"
+    assert page.run("document.querySelector('[aria-label=\"Next version of turn 1\"]').disabled")
+    page.run("document.querySelector('[aria-label=\"Previous version of turn 1\"]').focus()")
+    page.key("Enter")
+    page.key("Enter")  # the focus has stayed
+    assert questions(page) == [QUESTION, other]
+    assert len(answers(page)) == 2
+    assert page.run("document.activeElement.ariaLabel") == "Next version of turn 1"
+    visit(page, f"{server.url}/")
+    assert questions(page) == [QUESTION, other]
+    page.run(LISTEN)
+    ask(page, "and Japan?")
+    contents = [m["content"] for m in page.run("window.sent")[0]["messages"]]
+    assert contents[::2] == [QUESTION, other, "and Japan?"]
+
+
+def titles(page: Browser) -> list[str]:
+    """Open the list of conversations and return their titles."""
+    page.run("document.getElementById('past').click()")
+    page.wait_for("document.getElementById('history').open")
+    actual: list[str] = page.run(
+        "[...document.querySelectorAll('.open span')].map(t => t.innerText)"
+    )
+    return actual
+
+
+def test_conversations_are_kept_listed_renamed_and_deleted(
+    page: Browser, server: ServerProcess
+) -> None:
+    other = "What is 3 plus 4?"
+    assert titles(page) == []
+    assert page.run("document.querySelector('#history .none').checkVisibility()")
+    page.key("Escape")
+    for question in (QUESTION, other):
+        page.run("document.getElementById('clear').click()")
+        ask(page, question)
+    assert titles(page) == [other, QUESTION]
+    assert page.run("document.querySelector('[aria-current]').innerText").startswith(other)
+    page.run("document.querySelectorAll('.past .open')[1].click()")
+    assert answers(page) == [ANSWER]
+    assert page.run("document.getElementById('history').open") is False
+    titles(page)
+    press(page, f"Rename {QUESTION}")
+    page.run("document.querySelector('.title').value = ''")
+    page.type("Capitals")
+    page.key("Enter")
+    page.wait_for("!document.querySelector('.title')")
+    page.run("document.querySelector('#history .close').click()")
+    visit(page, f"{server.url}/")
+    assert answers(page) == [ANSWER]
+    assert titles(page) == [other, "Capitals"]
+    press(page, "Rename Capitals")
+    page.type("Nothing")
+    page.key("Escape")
+    page.wait_for("!document.querySelector('.title')")
+    assert page.run("document.getElementById('history').open")
+    press(page, "Delete Capitals")
+    page.run("document.querySelector('#sure .quiet').click()")
+    assert titles(page) == [other, "Capitals"]
+    press(page, "Delete Capitals")
+    page.run("document.querySelector('#sure .main').click()")
+    page.wait_for("document.querySelectorAll('.past').length === 1")
+    assert questions(page) == []  # it was the one that is shown
+    visit(page, f"{server.url}/")
+    assert questions(page) == []
+    assert titles(page) == [other]
+
+
+SAVED = (
+    "{ const make = URL.createObjectURL.bind(URL); window.files = [];"
+    "URL.createObjectURL = (blob) => {"
+    "blob.text().then((t) => window.files.push(t)); return make(blob); } }"
+)
+
+
+def test_a_conversation_is_saved_as_files(page: Browser) -> None:
+    page.run(SAVED)
+    ask(page, QUESTION)
+    press(page, "Regenerate answer 1")
+    wait_for_answer(page)
+    titles(page)
+    press(page, f"Save {QUESTION} as JSON, with all branches")
+    page.wait_for("window.files.length === 1")
+    press(page, f"Save {QUESTION} as Markdown")
+    page.wait_for("window.files.length === 2")
+    data, text = page.run("window.files")
+    assert [turn["answers"]["A"]["text"] for turn in json.loads(data)["turns"]] == [ANSWER] * 2
+    assert text == f"# {QUESTION}\n\n## Question\n\n{QUESTION}\n\n## Answer\n\n{ANSWER}\n"
+
+
+def test_two_tabs_do_not_overwrite_each_other(page: Browser) -> None:
+    """A conversation that another tab has continued meanwhile is kept next to this tab's."""
+    ask(page, QUESTION)
+    actual = page.run(
+        "(async () => { const { openStore } = await import('/page/store.js');"
+        "const { Conversation } = await import('/page/conversation.js');"
+        "const store = await openStore(); const [record] = await store.all();"
+        "const other = new Conversation(record); other.begin(1, 'elsewhere');"
+        "await store.put(other); return (await store.all()).length; })()"
+    )
+    assert actual == 1
+    ask(page, "What is 3 plus 4?")
+    assert titles(page) == [QUESTION, QUESTION]
+    page.run("document.querySelector('.open:not([aria-current])').click()")
+    assert questions(page) == [QUESTION]
+    assert page.run("document.getElementById('question').value") == "elsewhere"
 
 
 EVIL = (
@@ -661,10 +786,7 @@ def test_markdown_of_an_answer_is_drawn_and_its_html_shown(
     page: Browser, server: ServerProcess
 ) -> None:
     turn = {"question": QUESTION, "answers": {"A": {"text": EVIL, "isWhole": True}}}
-    kept = json.dumps(json.dumps({"turns": [turn]}))
-    page.open(f"{server.url}/status")
-    page.run(f"sessionStorage.setItem('mosaic-conversation', {kept})")
-    visit(page, f"{server.url}/")
+    visit(page, link_to(server, {"turns": [turn]}))
     assert answers(page)[0].startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
     parts = "[...document.querySelectorAll('.text *')].map((e) => [e.tagName, e.textContent])"
     assert page.run(parts)[1:3] == [["STRONG", "B"], ["CODE", "c"]]

@@ -3,6 +3,7 @@
 
 import { BoardView, inks } from "./board.js";
 import { Controls, onPage } from "./controls.js";
+import { saveFile } from "./files.js";
 import { KINDS, matches } from "./guided.js";
 import { apiKey, ask, bodyOf, copy, curlOf, lengthOf } from "./request.js";
 import { svgOf } from "./svg.js";
@@ -81,8 +82,9 @@ export class Pane {
     }
     if (note === "Stopped.") note = "Stopped. This turn is not sent to the model with later questions.";
     const isWhole = this.report !== null;
-    if (isWhole && !text.trim()) note = this.emptiness();
-    return { text, isWhole, isExact, isBad, note, verdict: isWhole ? this.verdict(text) : null };
+    if (isWhole && !text.trim()) note = emptiness(this.report);
+    const verdict = isWhole ? this.verdict(text) : null;
+    return { text, isWhole, isExact, isBad, note, verdict, speed: isWhole ? speedOf(this.report) : null };
   }
 
   say(note, isBad) {
@@ -150,13 +152,6 @@ export class Pane {
     if (isShort && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
   }
 
-  // The reason why an answer has no text.
-  emptiness() {
-    const { numEnds, numOthers } = this.trace.counted();
-    const count = numEnds || numOthers, kind = numEnds ? "end token" : "token without text";
-    return `empty answer: ${count} ${count === 1 ? kind : kind.replace("token", "tokens")}`;
-  }
-
   // Whether an answer matches the requested format: [is match, description], or null if unknown.
   verdict(text) {
     const language = this.used.structured_outputs;
@@ -176,10 +171,17 @@ export class Pane {
 
   // Restore the empty canvas and the server's settings.
   reset() {
-    this.pause();
+    this.clear();
     this.controls.reset();
     this.summarise();
-    this.trace = this.body = this.report = null;
+  }
+
+  // Restore the empty canvas.
+  clear() {
+    this.pause();
+    clearInterval(this.ticking);
+    this.trace = this.body = this.used = this.report = null;
+    this.put("readout", "");
     this.root.dataset.state = "empty";
     this.part("error").hidden = true;
     for (const part of ["step", "forwards", "committed", "rate", "seconds", "left"]) this.put(part, "–");
@@ -315,11 +317,7 @@ export class Pane {
     const title = `${this.used.algorithm}: ${this.trace.length} tokens in ` +
       `${this.trace.frames.at(-1).step} steps`;
     const text = svgOf(this.trace, blockLengthOf(this.used), inks(this.root), title);
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
-    link.download = `mosaic-${this.used.algorithm}.svg`;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    saveFile(`mosaic-${this.used.algorithm}.svg`, text, "image/svg+xml");
   }
 
   async copyCurl() {
@@ -334,6 +332,17 @@ export class Pane {
 function blockLengthOf(settings) {
   return settings.algorithm === "adablock" ? 0 : settings.block_length ?? 0;
 }
+
+// The reason why an answer has no text.
+function emptiness({ diffusion, usage }) {
+  const numEnds = diffusion.num_end_tokens;
+  const count = numEnds || usage.completion_tokens, kind = numEnds ? "end token" : "token without text";
+  return `empty answer: ${count} ${count === 1 ? kind : kind.replace("token", "tokens")}`;
+}
+
+const speedOf = ({ diffusion, token_ids }) => ({
+  tokens: token_ids[0].length, seconds: diffusion.denoise_ms / 1000, steps: diffusion.num_steps,
+});
 
 const rounded = (value) => (value >= 100 ? Math.round(value) : value.toFixed(1));
 
