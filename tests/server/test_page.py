@@ -45,11 +45,13 @@ def test_nothing_is_loaded_from_elsewhere(file: Path) -> None:
 
 
 def test_files_of_others_are_as_published() -> None:
-    listed = re.findall(r"^([0-9a-f]{64})  (\S+)", (VENDOR / "VERSIONS.txt").read_text(), re.M)
-    assert {name for _, name in listed} == {path.name for path in VENDOR.glob("*.js")}
+    text = (VENDOR / "VERSIONS.txt").read_text(encoding="utf-8")
+    listed = re.findall(r"^([0-9a-f]{64})  (\S+)  \S+@[\d.]+ \S+  \S+$", text, re.M)
+    files = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()}
+    licences = {f"{path.name}/LICENSE.txt" for path in VENDOR.iterdir() if path.is_dir()}
+    assert {name for _, name in listed} | licences | {"VERSIONS.txt"} == files
     for digest, name in listed:
         assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest, name
-        assert (VENDOR / f"{name.split('.')[0]}.LICENSE.txt").is_file()
 
 
 def test_files_need_no_key_and_are_not_sent_twice(client: Client) -> None:
@@ -805,7 +807,7 @@ def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
         )
         return actual
 
-    assert html("```py\na < b\n```") == '<pre tabindex="0"><code>a &lt; b\n</code></pre>\n'
+    assert '<pre tabindex="0"><code>a &lt; b\n</code></pre>' in html("```\na < b\n```")
     assert html("- a\n- b") == "<ul>\n<li>a</li>\n<li>b</li>\n</ul>\n"
     assert "<td>1</td>" in html("| a |\n|---|\n| 1 |")
     assert html("a\nb").startswith("<p>a<br>b</p>")
@@ -824,6 +826,50 @@ def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
         assert not re.search(r"<(?!/?(?:p|a|br)\b)", actual), actual
         assert not re.search(r"<[^>]*(?:javascript|data):", actual, re.I), actual
     assert page.run("typeof ran") == "undefined"
+
+
+REPLY = r"""A sum of $5 and $10 takes $O(n^2)$ or \(a_1 * b_1\), but not `$x$` and $\frac{$.
+
+$$
+\boxed{x = 7}
+$$
+
+```python
+def area(r: int) -> str:
+    return f"<b>{r}"
+```
+
+```unknown
+<i>plain</i>
+```
+"""
+
+
+def test_code_is_coloured_and_formulas_are_set(page: Browser, server: ServerProcess) -> None:
+    turn = {"question": QUESTION, "answers": {"A": {"text": REPLY, "isWhole": True}}}
+    visit(page, link_to(server, {"turns": [turn]}))
+    page.run(LISTEN)
+    page.wait_for("document.querySelector('.hljs-keyword') && document.querySelector('.katex')")
+    formulas = page.run("[...document.querySelectorAll('[role=math]')].map((f) => f.ariaLabel)")
+    assert formulas == ["O(n^2)", "a_1 * b_1", r"\boxed{x = 7}"]
+    assert page.run("document.querySelectorAll('.katex-display').length") == 1
+    first = page.run("document.querySelector('.text p').innerText")
+    assert first.startswith("A sum of $5 and $10 takes ")
+    assert first.endswith(r"but not $x$ and $\frac{$.")
+    page.wait_for(
+        "[...document.fonts].some((f) => f.family === 'KaTeX_Main' && f.status === 'loaded')"
+    )
+    blocks = "[...document.querySelectorAll('.code pre')].map((c) => c.textContent)"
+    assert page.run(blocks) == [
+        'def area(r: int) -> str:\n    return f"<b>{r}"\n',
+        "<i>plain</i>\n",
+    ]
+    page.run("document.querySelectorAll('[aria-label=\"Copy this code\"]')[0].click()")
+    page.wait_for("window.copied")
+    assert page.run("window.copied").startswith("def area(r: int)")
+    assert page.run(CONTRAST) == []
+    page.show(dark=True)
+    assert page.run(CONTRAST) == []
 
 
 def test_an_empty_answer_says_so(page: Browser) -> None:

@@ -75,7 +75,11 @@ export class Log {
   // Show the complete or partial answer of a canvas to turn `k`.
   fill(k, name, found) {
     const answer = this.turns[k]?.querySelector(`.answer[data-name="${name}"]`);
-    if (answer) fill(answer, found);
+    if (!answer) return;
+    // Partial answers are drawn at most once per screen frame.
+    cancelAnimationFrame(answer.pending);
+    if (found.isOver === false) answer.pending = requestAnimationFrame(() => fill(answer, found));
+    else fill(answer, found);
   }
 
   // Copy the answers as the model wrote them, without formatting.
