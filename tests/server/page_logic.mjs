@@ -118,6 +118,7 @@ test("without a length the canvas may grow as far as the model allows", () => {
   assert.deepEqual(length({ canvas: "fixed" }, 8192), { canvas: "fixed" });
   assert.deepEqual(length({ gen_length: 64, canvas: "grow" }, 8192), {});
   assert.deepEqual(lengthOf({}, [], null, 8192), {});
+  assert.deepEqual(lengthOf({}, [], { first: 64, max_tokens: 9 }, 99), { max_tokens: 9 });
 });
 
 test("a number is judged before it is sent", () => {

@@ -23,7 +23,7 @@ from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATIO
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
-from vllm.diffusion.request.families import DREAM, LLADA2, LLADA22, NEMOTRON, SDAR, Family
+from vllm.diffusion.request.families import DREAM, LLADA, LLADA2, LLADA22, NEMOTRON, SDAR, Family
 from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
@@ -123,12 +123,14 @@ def test_defaults_are_those_that_act() -> None:
 
 
 def test_the_length_is_left_to_the_server_where_the_canvas_can_grow() -> None:
-    def length(family: Family, **server: Any) -> Any:
-        return page_options(model_of(family, **server), "m", "1")["auto_length"]
+    def length(family: Family, algorithm: str, **server: Any) -> Any:
+        offered = page_options(model_of(family, **server), "m", "1")
+        return offered["algorithms"][algorithm]["auto_length"]
 
-    assert length(DREAM) == {"canvas": "grow", "first": 256, "max_tokens": 4096}
-    assert length(DREAM, canvas="fixed")["canvas"] == "fixed"  # the server's default
-    assert length(SDAR) is None
+    assert length(DREAM, "threshold") == {"canvas": "grow", "first": 256, "max_tokens": 32}
+    assert length(DREAM, "threshold", canvas="fixed")["canvas"] == "fixed"  # the server's default
+    assert length(LLADA, "daedal") == {"first": 64, "max_tokens": 32}  # the model chooses it
+    assert length(SDAR, "low_confidence_dynamic") is None
 
 
 def test_what_the_server_offers(client: Client) -> None:
@@ -446,7 +448,7 @@ def test_without_a_length_the_canvas_grows_with_the_answer(page: Browser) -> Non
     ask(page, QUESTION)
     (sent,) = page.run("window.sent")
     assert "gen_length" not in sent
-    assert sent["canvas"] == "grow"
+    assert (sent["canvas"], sent["max_tokens"]) == ("grow", 2048)
     assert answers(page)[0].count("Paris") == 60
     committed, length = map(int, text_of(page, "committed").split("/"))
     assert 480 <= committed <= length
@@ -465,6 +467,17 @@ def test_without_a_length_the_canvas_grows_with_the_answer(page: Browser) -> Non
     ask(page, QUESTION)
     assert page.run("window.sent")[1]["canvas"] == "fixed"
     assert text_of(page, "committed").endswith("/32")  # max_new_tokens of the checkpoint
+
+
+def test_an_algorithm_that_chooses_the_length_has_no_kind_of_canvas(page: Browser) -> None:
+    page.run(LISTEN)
+    choose(page, "algorithm", "daedal")
+    assert page.run("document.querySelector('[name=canvas]')") is None
+    ask(page, QUESTION)
+    assert answers(page) == [ANSWER]
+    (sent,) = page.run("window.sent")
+    assert "canvas" not in sent and "gen_length" not in sent
+    assert int(text_of(page, "committed").split("/")[1]) >= 64  # as long as the model chose
 
 
 def test_canvases_side_by_side_begin_at_one_height(page: Browser) -> None:

@@ -46,6 +46,11 @@ export class Controls {
     return this.options.algorithms[this.algorithm].fields;
   }
 
+  // What a request without a length gets, or null.
+  get autoLength() {
+    return this.options.algorithms[this.algorithm].auto_length;
+  }
+
   // The error of the settings, or "" if they are valid.
   get problem() {
     const [fault] = Object.entries(this.faults);

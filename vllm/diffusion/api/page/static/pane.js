@@ -64,8 +64,8 @@ export class Pane {
       const settings = this.controls.settings();
       settings.seed ??= Math.floor(Math.random() * 2 ** 32);
       isExact = Boolean(settings.structured_outputs);
-      const { auto_length: auto, max_model_len: room } = this.options;
-      const length = lengthOf(settings, messages, auto, room);
+      const { autoLength } = this.controls;
+      const length = lengthOf(settings, messages, autoLength, this.options.max_model_len);
       this.begin(settings, bodyOf(messages, { ...settings, ...length }, isPlain));
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
@@ -94,7 +94,7 @@ export class Pane {
 
   begin(settings, body) {
     this.pause();
-    const length = settings.gen_length ?? this.options.auto_length.first;
+    const length = settings.gen_length ?? this.controls.autoLength.first;
     const trace = new Trace(length, this.options.end_ids);
     this.body = body;
     this.used = settings;
