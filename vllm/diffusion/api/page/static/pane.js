@@ -25,7 +25,6 @@ export class Pane {
     this.board = new BoardView(this.part("scroller"), (i) => this.read(i));
     this.trace = null;
     this.part("name").textContent = name;
-    root.querySelector("details").open = !matchMedia("(max-width: 56rem)").matches;
     this.listen();
     this.summarise();
     this.enable();
@@ -45,6 +44,7 @@ export class Pane {
     on("density", () => this.changeDensity());
     on("svg", () => this.save());
     on("curl", () => this.copyCurl());
+    addEventListener("themechange", () => this.drawTimeline());
   }
 
   summarise() {
@@ -60,7 +60,10 @@ export class Pane {
     let text = "", note = "", isBad = false, isExact = false;
     this.report = null;
     try {
-      if (this.controls.problem) throw new Error(this.controls.problem);
+      if (this.controls.problem) {
+        this.root.querySelector("details").open = true; // shows the control with the error
+        throw new Error(this.controls.problem);
+      }
       const settings = this.controls.settings();
       settings.seed ??= Math.floor(Math.random() * 2 ** 32);
       isExact = Boolean(settings.structured_outputs);
