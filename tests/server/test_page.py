@@ -826,6 +826,21 @@ def test_conversations_are_kept_listed_renamed_and_deleted(
     assert titles(page) == [other]
 
 
+def test_a_conversation_that_is_left_while_it_runs_keeps_its_question(page: Browser) -> None:
+    for name in ("gen_length", "block_length"):
+        choose(page, name, "2048")
+    begin(page, PUZZLE)
+    page.wait_for(f"{part('committed')}.textContent !== '–'")
+    page.run("document.getElementById('clear').click()")
+    ask(page, QUESTION)  # at once, while the first request ends
+    assert answers(page) == [ANSWER]
+    assert page.run(f"{part('error')}.hidden")
+    assert titles(page) == [QUESTION, PUZZLE]
+    page.run("document.querySelectorAll('.past .open')[1].click()")
+    assert questions(page) == [PUZZLE]
+    assert page.run("document.querySelector('.note').textContent").startswith("Stopped.")
+
+
 SAVED = (
     "{ const make = URL.createObjectURL.bind(URL); window.files = [];"
     "URL.createObjectURL = (blob) => {"

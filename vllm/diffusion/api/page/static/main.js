@@ -21,6 +21,7 @@ class Page {
     this.store = store;
     this.conversation = new Conversation();
     this.edited = null; // number of the turn whose question is being edited
+    this.asked = null; // the turn that is being answered
     this.panes = [this.newPane("A")];
     this.log = new Log(find("log"), {
       edit: (k) => this.edit(k), again: (k) => this.again(k), choose: (k, by) => this.choose(k, by),
@@ -117,7 +118,7 @@ class Page {
   async ask(k, question) {
     if (this.isRunning) return;
     const { conversation } = this;
-    const turn = conversation.begin(k, question);
+    const turn = this.asked = conversation.begin(k, question);
     this.show(k);
     this.save(conversation);
     this.setRunning(true);
@@ -132,7 +133,7 @@ class Page {
         show(turn.answers[pane.name]);
       }));
     } finally {
-      this.setRunning(false);
+      if (this.asked === turn) this.setRunning(false);
       this.save(conversation);
     }
   }
@@ -227,9 +228,10 @@ class Page {
 
   // Show a conversation in place of the one there is.
   begin(conversation, isPlain = false) {
-    this.stop();
     this.leaveEdit();
     for (const pane of this.panes) pane.clear();
+    this.asked = null;
+    this.setRunning(false);
     this.conversation = conversation;
     find("system").value = conversation.system;
     find("system-box").dataset.set = Boolean(conversation.system.trim());
