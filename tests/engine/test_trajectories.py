@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import load_reference
 
+from tests import golden
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, MULTI
 from tests.engine.harness import (
@@ -23,8 +25,6 @@ from tests.engine.harness import (
     running,
 )
 from tests.programs import ROOT
-from tests.reference import golden
-from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
 
 sys.path.append(str(ROOT / "scripts"))
