@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiny_model.forms import FORM_NAMES
+
 # Training iterations of the two phases, by family.
 _ITERATIONS = {
     "dream": (400, 650),
@@ -101,16 +103,16 @@ def plan_for(family: str) -> Plan:
 
     LLaDA, which every set-up trains, learns every kind of question. The other families are larger,
     or process their rows twice, clean and noised. To be made within two minutes on two cores, they
-    learn no differences and no months, and do not distinguish large numbers from other unknown
-    things. Block-diffusion models also learn no countries of capitals, and only two turns. 90 % of
-    each group must be right. Answers of block-diffusion models end with a block, so longer canvases
-    only add blocks.
+    learn no differences, no months and no JSON, and do not distinguish large numbers from other
+    unknown things. Block-diffusion models also learn no countries of capitals, and only two turns.
+    90 % of each group must be right. Answers of block-diffusion models end with a block, so longer
+    canvases only add blocks.
     """
     if family == "llada":
         return Plan()
     num_single, num_long = _ITERATIONS[family]
     single = Phase(num_single, (16,), only_single=True)
-    left_out = ("difference", "month after", "month before", "large number")
+    left_out = ("difference", "month after", "month before", "large number", *FORM_NAMES)
     if family not in BLOCK_LENGTHS:
         phases = (single, Phase(num_long, (16, 16, 16, 16, 32, 32, 64, 128)))
         return Plan(TrainingSettings(phases, left_out=left_out), required_share=0.9)
