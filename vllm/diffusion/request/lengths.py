@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32
+DEFAULT_LONGEST = 2048  # longest canvas of an algorithm that chooses the length
 OFFLINE_MAX_TOKENS = 16  # upstream's default of SamplingParams.max_tokens
 
 
@@ -57,6 +58,8 @@ def decide_lengths(request: Request) -> Lengths:
     Raises:
         InvalidParameterError: naming the field and values that would work.
     """
+    if request.algorithm.chooses_length:
+        return _first_length(request)
     canvas, max_tokens = _canvas(request)
     is_block_causal = request.model.family.is_block_causal
     first = _first_canvas(request, canvas)
@@ -180,6 +183,23 @@ def _growing(lengths: Lengths, request: Request) -> Lengths:
     return replace(lengths, grows=True, growth=growth, longest=longest)
 
 
+def _first_length(request: Request) -> Lengths:
+    """Decide the first and the longest canvas for an algorithm that chooses the length."""
+    given, model, room = request.given, request.model, request.room
+    max_tokens = _requested_max_tokens(request)
+    if max_tokens is None:
+        max_tokens = max(min(model.default_max_tokens or DEFAULT_LONGEST, room), 1)
+    first = given.get("gen_length", request.values["initial_length"])
+    if given.get("initial_length", first) != first:
+        accepted = f"wanted gen_length, {first}, or one of the two"
+        raise InvalidParameterError("initial_length", given["initial_length"], accepted)
+    _check_room(request, max_tokens, max_tokens)
+    # The end tokens behind the first canvas must not end the answer before its fewest tokens.
+    first = min(max(first, request.values["min_tokens"]), max_tokens)
+    block_length = given.get("block_length", model.defaults.get("block_length", DEFAULT_BLOCK))
+    return Lengths(first, max_tokens, block_length, None)
+
+
 def _check_room(request: Request, canvas: int, max_tokens: int | None) -> None:
     """Refuse an answer longer than its canvas, and a canvas that exceeds the remaining room."""
     if max_tokens is not None and max_tokens > canvas:
@@ -187,7 +207,8 @@ def _check_room(request: Request, canvas: int, max_tokens: int | None) -> None:
             "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
         )
     if canvas > request.room:
-        name = "gen_length" if "gen_length" in request.given else "max_tokens"
+        is_given = request.given.get("gen_length") == canvas
+        name = "gen_length" if is_given else "max_tokens"
         raise InvalidParameterError(
             name,
             request.given.get(name, canvas),
