@@ -55,7 +55,7 @@ FORMS = (
         ),
         ("And what is the capital of {country}?", "Give me the capital of {country}."),
         _PLACES,
-        share=3,
+        share=4,
         begun='{"name":',
     ),
     Kind(
@@ -64,7 +64,7 @@ FORMS = (
         _WEATHER,
         _WEATHER_UNSEEN,
         _PLACES,
-        share=2,
+        share=3,
         begun=_CALL,
         system=WEATHER_TOOL,
     ),
