@@ -281,6 +281,11 @@ class Settings:
         weight_update_root: folder below which updates by `disk` may read; None allows no such
             updates.
         weight_update_complete: whether an update must contain every tensor.
+        decisions_joint: whether the questions of a call of `/v1/decisions` share a sequence unless
+            the request says otherwise, in full-attention families.
+        decisions_least_mass: probability of all labels of a question below which it is answered
+            with a refusal; 0 refuses none.
+        decision_calibration: path of a calibration file for `/v1/decisions`.
     """
 
     long_share: float = 0.5
@@ -295,6 +300,9 @@ class Settings:
     family: str | None = None
     weight_update_root: str | None = None
     weight_update_complete: bool = False
+    decisions_joint: bool = True
+    decisions_least_mass: float = 0.0
+    decision_calibration: str | None = None
 
     @property
     def longest_pause_s(self) -> float:
@@ -327,7 +335,13 @@ class Settings:
             _check_count("default_gen_length", parsed.default_gen_length, 1)
         if parsed.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", parsed.sequence_parallel_min_tokens, 0)
-        names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
+        _check_number("decisions_least_mass", parsed.decisions_least_mass, 0, 1)
+        calibration = parsed.decision_calibration
+        if calibration is not None and not (isinstance(calibration, str) and calibration):
+            raise ServerConfigError(
+                f"dllm settings: decision_calibration: given {calibration!r}; wanted a path"
+            )
+        names = ("page", "fp8_head", "weight_update_complete", "decisions_joint", "weighs_guesses")
         for name in names:
             given = getattr(parsed, name)
             if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):
