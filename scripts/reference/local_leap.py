@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tests.reference.decode import (
+from reference.decode import (
     Candidates,
     Decoded,
     LogitModel,
@@ -17,7 +17,7 @@ from tests.reference.decode import (
     order_margin,
     threshold_margins,
 )
-from tests.reference.fast_dllm import by_rule, run_blocks
+from reference.fast_dllm import by_rule, run_blocks
 
 
 def select_local_leap(

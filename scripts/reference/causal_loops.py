@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.reference.block_loops import Decoded, NoEnd, most_confident, quotas
+from reference.block_loops import Decoded, NoEnd, most_confident, quotas
 
 # (tokens of positions 0..T-1, number of leading positions that are causal) -> logits [T, V]
 LogitsOf = Callable[[Sequence[int], int], Tensor]

@@ -8,11 +8,11 @@ reuse of keys and values.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tests.reference.decode import (
+from reference.decode import (
     Candidates,
     Decoded,
     LogitModel,
@@ -27,9 +27,11 @@ from tests.reference.decode import (
     split_steps,
     threshold_margins,
 )
-from tests.reference.fast_dllm import window_logits
-from tests.reference.models import KeyValues
-from tests.reference.sglang import by_entropy_below
+from reference.fast_dllm import window_logits
+from reference.sglang import by_entropy_below
+
+if TYPE_CHECKING:
+    from reference.models import KeyValues
 
 ENTROPY = Score("entropy", 1e-12)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tests.reference.models import shift_right
+from reference.models import shift_right
 
 MINUS_INF = float("-inf")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tests.reference.decode import (
+from reference.decode import (
     Candidates,
     Decoded,
     LogitModel,
@@ -24,7 +24,7 @@ from tests.reference.decode import (
     order_margin,
     threshold_margins,
 )
-from tests.reference.fast_dllm import by_rule, run_blocks
+from reference.fast_dllm import by_rule, run_blocks
 
 
 def select_entropy_strict(entropies: Sequence[float], threshold: float) -> list[int]:

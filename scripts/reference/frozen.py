@@ -7,11 +7,15 @@ two sequences with separate keys and values. If logits are shifted, the row befo
 computed again as well.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from tests.reference.fast_dllm import WindowModel
-from tests.reference.models import KeyValues
+from reference.fast_dllm import WindowModel
+
+if TYPE_CHECKING:
+    from reference.models import KeyValues
 
 
 class FrozenPrompt:

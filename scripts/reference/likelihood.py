@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-from tests.reference.decode import LogitModel, aligned
+from reference.decode import LogitModel, aligned
 
 
 def log_probabilities(

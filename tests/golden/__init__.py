@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded runs of the published loops, in golden.jsonl, which parity tests read.
+"""Recorded runs of the published loops, in runs.jsonl, which parity tests read.
 
 `pytest --write-golden` computes the runs that the selected tests need and records them, with a
 digest of the code that produced them. While that code is unchanged, a test that computes a sample
@@ -12,13 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reference import decode, dispatch
+
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.digests import digest_of
-from tests.reference import decode, dispatch
 
 FOLDER = Path(__file__).parent
-RUNS = FOLDER / "golden.jsonl"
-DIGEST = FOLDER / "golden.sha256"
+RUNS = FOLDER / "runs.jsonl"
+DIGEST = FOLDER / "runs.sha256"
 IDS = decode.SpecialIds(mask=MASK_ID, eos=EOS_ID, eot=EOT_ID)
 MAX_PROMPTS = 40
 
@@ -140,8 +141,8 @@ def name_of(model: Any) -> str:
 
 def digest() -> str:
     """Return a digest of the code that computes the runs."""
-    loops = [path for path in FOLDER.glob("*.py") if not path.name.startswith("test_")]
-    return digest_of([*loops, FOLDER.parent / "checkpoints.py"])
+    loops = (FOLDER.parents[1] / "scripts" / "reference").glob("*.py")
+    return digest_of([*loops, Path(__file__), FOLDER.parent / "checkpoints.py"])
 
 
 def is_up_to_date() -> bool:

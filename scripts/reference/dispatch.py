@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from tests.reference import adablock, d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
-from tests.reference.frozen import FrozenPrompt
-from tests.reference.philox import uniform_matrix
+from reference import adablock, d3llm, decode, dinfer, dream, fast_dllm, local_leap, sglang
+from reference.frozen import FrozenPrompt
+from reference.philox import uniform_matrix
 
 # Purposes of the random numbers of a request.
 TOKEN_NOISE, REMASKING_SCORE, DREAM_TOKEN, DREAM_COMMIT, DREAM_CHOICE = range(5)

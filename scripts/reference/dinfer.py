@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.decode import (
+from reference.decode import (
     Candidates,
     Decoded,
     LogitModel,
@@ -24,7 +24,7 @@ from tests.reference.decode import (
     order_margin,
     threshold_margins,
 )
-from tests.reference.fast_dllm import Decide, by_rule, run_blocks
+from reference.fast_dllm import Decide, by_rule, run_blocks
 
 SLACK = 1e-5
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tests.reference.decode import (
+from reference.decode import (
     CONFIDENCE,
     Candidates,
     Decoded,
@@ -43,7 +43,7 @@ from tests.reference.decode import (
     split_steps,
     threshold_margins,
 )
-from tests.reference.models import KeyValues
+from reference.models import KeyValues
 
 
 class WindowModel(LogitModel, Protocol):

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import load_reference
 
+from tests import golden
 from tests.checkpoints import make_case, random_prompt
 from tests.engine.cases import DELAYED, DREAM, FOUR_BLOCKS, MULTI, PARITY, PROMPT_LENGTH
-from tests.reference import golden
-from tests.reference.models import load_reference
 
 AGED = {**DELAYED, "threshold": 1.5, "block_length": 4}
 # For each parameter, cases that only differ in it.

@@ -10,9 +10,9 @@ starts one token early.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tests.reference.decode import (
+from reference.decode import (
     CONFIDENCE,
     Candidates,
     Decoded,
@@ -26,8 +26,10 @@ from tests.reference.decode import (
     by_threshold,
     order_margin,
 )
-from tests.reference.fast_dllm import block_logits
-from tests.reference.models import KeyValues
+from reference.fast_dllm import block_logits
+
+if TYPE_CHECKING:
+    from reference.models import KeyValues
 
 WINDOW = 0.25  # share of the canvas
 

@@ -9,10 +9,9 @@ size, V logit columns.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file
@@ -20,6 +19,9 @@ from tiny_model import dream, fast_dllm, llada, llada2, llada_moe, nemotron, sda
 from tiny_model.decoder import Decoder, dense_network
 from tiny_model.layers import View, block_causal, wide
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Mapping, Sequence
 
 Config = dict[str, Any]
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "block_size": 0, "bd_size": 0}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.decode import (
+from reference.decode import (
     Candidates,
     Decoded,
     LogitModel,
