@@ -47,6 +47,9 @@ def test_nothing_is_loaded_from_elsewhere(file: Path) -> None:
 def test_files_of_others_are_as_published() -> None:
     text = (VENDOR / "VERSIONS.txt").read_text(encoding="utf-8")
     listed = re.findall(r"^([0-9a-f]{64})  (\S+)  \S+@[\d.]+ \S+  \S+$", text, re.M)
+    versions = set(re.findall(r"@([\d.]+) ", text))
+    documented = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert [version for version in versions if version not in documented] == []
     files = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()}
     licences = {f"{path.name}/LICENSE.txt" for path in VENDOR.iterdir() if path.is_dir()}
     assert {name for _, name in listed} | licences | {"VERSIONS.txt"} == files
@@ -830,7 +833,7 @@ def test_a_conversation_that_is_left_while_it_runs_keeps_its_question(page: Brow
     for name in ("gen_length", "block_length"):
         choose(page, name, "2048")
     begin(page, PUZZLE)
-    page.wait_for(f"{part('committed')}.textContent !== '–'")
+    page.wait_for(f"parseInt({part('committed')}.textContent) >= 0")
     page.run("document.getElementById('clear').click()")
     ask(page, QUESTION)  # at once, while the first request ends
     assert answers(page) == [ANSWER]
