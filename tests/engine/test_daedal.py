@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.daedal import Answer, daedal
+from reference.models import load_reference
 from torch import Tensor
 
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
@@ -23,8 +25,6 @@ from tests.engine.harness import (
     start,
     step,
 )
-from tests.reference.daedal import Answer, daedal
-from tests.reference.models import load_reference
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.canvas import Canvas

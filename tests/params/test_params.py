@@ -195,6 +195,17 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             {**GROWN, "gen_length": 64, "steps": 64},
         ),
         (
+            model(default_max_tokens=100),
+            {"max_tokens": 300},
+            {**GROWN, "gen_length": 128, "steps": 128, "longest_canvas": 320},
+        ),
+        (model(default_max_tokens=100), {"max_tokens": 120}, {"gen_length": 128}),
+        (
+            model(default_max_tokens=100),
+            {"max_tokens": 300, "algorithm": "dream"},
+            {"gen_length": 256, "max_tokens": 256},
+        ),
+        (
             {"max_tokens": 500, "algorithm": "multi_block"},
             {"gen_length": 256, "max_tokens": 256, "canvas": "grow", "growth": 0},
         ),

@@ -275,11 +275,17 @@ class Settings:
         fp8_attention_min_tokens: length in positions from which attention is fp8, in requests with
             `attention_dtype: fp8`.
         default_gen_length: first length of the canvas of requests that only set a larger
-            `max_tokens`, in full-attention families.
+            `max_tokens`, in full-attention families; None takes `max_new_tokens` of
+            generation_config.json, but at most 256.
         family: the only family whose checkpoints are accepted; None accepts all.
         weight_update_root: folder below which updates by `disk` may read; None allows no such
             updates.
         weight_update_complete: whether an update must contain every tensor.
+        decisions_joint: whether the questions of a call of `/v1/decisions` share a sequence unless
+            the request says otherwise, in full-attention families.
+        decisions_least_mass: probability of all labels of a question below which it is answered
+            with a refusal; 0 refuses none.
+        decision_calibration: path of a calibration file for `/v1/decisions`.
     """
 
     long_share: float = 0.5
@@ -290,10 +296,13 @@ class Settings:
     page: bool = True
     fp8_head: bool = False
     fp8_attention_min_tokens: int = 8192
-    default_gen_length: int = 256
+    default_gen_length: int | None = None
     family: str | None = None
     weight_update_root: str | None = None
     weight_update_complete: bool = False
+    decisions_joint: bool = True
+    decisions_least_mass: float = 0.0
+    decision_calibration: str | None = None
 
     @property
     def longest_pause_s(self) -> float:
@@ -322,10 +331,17 @@ class Settings:
             _check_number("longest_pause_ms", parsed.longest_pause_ms, 1, 60_000, "0 or ")
         _check_count("sequence_parallel_size", parsed.sequence_parallel_size, 1)
         _check_count("fp8_attention_min_tokens", parsed.fp8_attention_min_tokens, 1)
-        _check_count("default_gen_length", parsed.default_gen_length, 1)
+        if parsed.default_gen_length is not None:
+            _check_count("default_gen_length", parsed.default_gen_length, 1)
         if parsed.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", parsed.sequence_parallel_min_tokens, 0)
-        names = ("page", "fp8_head", "weight_update_complete", "weighs_guesses")
+        _check_number("decisions_least_mass", parsed.decisions_least_mass, 0, 1)
+        calibration = parsed.decision_calibration
+        if calibration is not None and not (isinstance(calibration, str) and calibration):
+            raise ServerConfigError(
+                f"dllm settings: decision_calibration: given {calibration!r}; wanted a path"
+            )
+        names = ("page", "fp8_head", "weight_update_complete", "decisions_joint", "weighs_guesses")
         for name in names:
             given = getattr(parsed, name)
             if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):

@@ -621,8 +621,8 @@ class AlgorithmParams:
         minimum=1,
     )
     eos_window: int = algorithm_param(
-        "daedal: number of end tokens that make the end certain; a canvas that has its length "
-        "gets half as many end tokens",
+        "daedal: number of end tokens that make the end certain; eos_window / 2 end tokens "
+        "follow a canvas that has its length",
         default=32,
         minimum=1,
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32
+DEFAULT_FIRST = 256  # first length of a canvas that grows
 DEFAULT_LONGEST = 2048  # longest canvas of an algorithm that chooses the length
 OFFLINE_MAX_TOKENS = 16  # upstream's default of SamplingParams.max_tokens
 
@@ -165,9 +166,17 @@ def _may_grow(request: Request) -> bool:
 def _first_canvas(request: Request, canvas: int) -> int | None:
     """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
     model = request.model
+    usual = model.default_gen_length or DEFAULT_FIRST
+    # Without a limit the canvas has the checkpoint's length. A limit above it does not change that.
+    if model.default_gen_length is None and model.default_max_tokens and _fills_in_turn(request):
+        usual = min(usual, _default_canvas(request, model.default_max_tokens))
     block: int = request.given.get("block_length") or model.defaults.get("block_length", 1)
-    first: int = request.given.get("gen_length", -(-model.default_gen_length // block) * block)
+    first: int = request.given.get("gen_length", -(-usual // block) * block)
     return first if _may_grow(request) and first < canvas else None
+
+
+def _fills_in_turn(request: Request) -> bool:
+    return request.algorithm.blocks == "in turn"
 
 
 def _growing(lengths: Lengths, request: Request) -> Lengths:
@@ -175,7 +184,7 @@ def _growing(lengths: Lengths, request: Request) -> Lengths:
 
     The longest canvas consists of whole blocks, unless the last one exceeds the remaining room.
     """
-    if request.algorithm.blocks != "in turn":
+    if not _fills_in_turn(request):
         return replace(lengths, max_tokens=min(lengths.max_tokens, lengths.canvas), grows=True)
     block = lengths.block_length
     growth = -(-request.values["growth"] // block) * block

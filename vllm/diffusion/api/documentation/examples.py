@@ -42,6 +42,25 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
             "mc_num": 1,
         },
     },
+    "/v1/decisions": {
+        "three types of questions": {
+            "input": "Paris is the capital of France.",
+            "questions": [
+                {"type": "predicate", "instructions": "Is Paris a capital?"},
+                {
+                    "type": "choice",
+                    "name": "country",
+                    "instructions": "Which country is it?",
+                    "choices": [{"value": "France"}, {"value": "Japan", "description": "Asia"}],
+                },
+                {
+                    "type": "score",
+                    "instructions": "How large is it?",
+                    "levels": [{"label": "small"}, {"label": "large"}],
+                },
+            ],
+        },
+    },
     "/v1/systemone": {
         "three kinds of questions": {
             "state": {"country": "France", "capital": "Paris"},

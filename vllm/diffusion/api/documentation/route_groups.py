@@ -39,6 +39,8 @@ GROUPS = (
         "Measure how likely the model finds a text, choose among options, and count tokens.",
         {
             "/v1/loglikelihood": "Log likelihood of a continuation",
+            "/v1/decisions": "Answer typed questions in one forward pass (OpenAI decisions)",
+            "/v1/decisions/calibration": "The calibration of decisions, if there is one",
             "/v1/systemone": "Answer typed questions about a state in one forward pass",
             "/generative_scoring": "Probabilities of label tokens behind each item",
             "/tokenize": "Token ids of a text or a conversation",

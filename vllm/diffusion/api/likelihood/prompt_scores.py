@@ -109,6 +109,7 @@ class ScoreClient:
         *,
         group: str = "",
         group_size: int = 1,
+        cache_salt: str | None = None,
         **options: Any,
     ) -> list[ScoreResult]:
         """Return the result of each query. Cancelling this coroutine aborts all queries.
@@ -117,8 +118,9 @@ class ScoreClient:
             queries: the forward passes; query i has the engine's request id `{request_id}-{i}`.
             request_id: id of the HTTP request.
             terms: `priority` and `timeout_s`, under canonical names, if given.
-            group, group_size: name and size of a group of queries that share a step, at most
-                `MAX_CONCURRENT_SCORES`; other calls may add queries to it.
+            group, group_size: name and size of a group of queries that share a step; other calls
+                may add queries to it. A group is sent as a whole.
+            cache_salt: part of the hash of pages, in families that share them.
             options: arguments of the engine's `generate`.
 
         Raises:
@@ -127,7 +129,7 @@ class ScoreClient:
             GenerationError: the engine failed.
         """
         decided = self.check(queries, terms)
-        room = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
+        room = asyncio.Semaphore(max(MAX_CONCURRENT_SCORES, group_size))
 
         async def one(index: int) -> ScoreResult:
             query = queries[index]
@@ -137,7 +139,7 @@ class ScoreClient:
                 attach(sampling, replace(decided[query.kind], score=score))
                 outputs = stream_outputs(
                     self._engine,
-                    tokens_input(query.prompt),
+                    tokens_input(query.prompt, cache_salt=cache_salt),
                     sampling,
                     f"{request_id}-{index}",
                     **options,

@@ -13,7 +13,7 @@ import math
 import uuid
 from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import create_model
 
@@ -24,6 +24,13 @@ from vllm.diffusion.api.likelihood.prompt_scores import (
     TERMS,
     ScoreClient,
     ScoreQuery,
+)
+from vllm.diffusion.api.likelihood.sheets import (
+    FORMS,
+    LONG,
+    Labels,
+    Place,
+    sheet_of,
 )
 from vllm.diffusion.api.protocol import set_priority
 from vllm.diffusion.api.schema import described, parameters_of
@@ -49,12 +56,14 @@ from vllm.entrypoints.generate.structured_decisions.strategies import (
     ReadStrategy,
     prompt_tail,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
+    from vllm.diffusion.api.likelihood.prompt_scores import ScoreResult
     from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
     from vllm.entrypoints.generate.structured_decisions.question_types import Question
@@ -71,6 +80,19 @@ PARAMETERS: tuple[Parameter, ...] = (
         minimum=1,
         maximum=2,
     ),
+    Parameter(
+        "format",
+        str,
+        "how several questions are written: short has one line per question and per answer",
+        default=LONG,
+        choices=FORMS,
+    ),
+    Parameter(
+        "codes",
+        bool,
+        "whether labels that begin alike in this model are replaced by letters or codes",
+        default=False,
+    ),
     BY_NAME["timeout_s"],
 )
 
@@ -82,6 +104,61 @@ DecisionRequest = create_model(
 )
 
 
+class ReadOptions(NamedTuple):
+    """How the questions of a call are read.
+
+    Attributes:
+        passes: number of times that each question is scored.
+        form: form of sheets with several questions, see `sheets`.
+        has_codes: whether codes replace labels that begin alike or do not suffice.
+        is_joint: whether the questions share a sequence, if the family can.
+        in_parts: whether questions that do not fit into one sequence are divided.
+        cache_salt: part of the hash of pages, in families that share them.
+        terms: `timeout_s` and `priority`, if given.
+    """
+
+    passes: int = 1
+    form: str = LONG
+    has_codes: bool = False
+    is_joint: bool = True
+    in_parts: bool = False
+    cache_salt: str | None = None
+    terms: Mapping[str, Any] = MappingProxyType({})
+
+
+class Reading(NamedTuple):
+    """Results of a call.
+
+    Attributes:
+        orders: for each list of questions, one result per question.
+        num_sequences: sequences of the first pass.
+        num_forwards: forward passes, as the engine counted them.
+        num_tokens: rows of all forward passes.
+        num_cached: positions whose keys and values were cached.
+        forms: the forms of sheets with several questions that were used.
+    """
+
+    orders: list[list[QuestionRead]]
+    num_sequences: int
+    num_forwards: int
+    num_tokens: int
+    num_cached: int
+    forms: frozenset[str]
+
+
+class SequenceTooLong(Exception):
+    """A state and one question have more tokens than a sequence of the model.
+
+    Attributes:
+        num_tokens: tokens of the sequence.
+        limit: the largest number.
+    """
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(f"given {num_tokens} tokens; wanted at most {limit}")
+        self.num_tokens, self.limit = num_tokens, limit
+
+
 class BlockStrategy(NextTokenStrategy):
     """Strategy of block-causal families: one sequence per question, scored at its first reply
     token.
@@ -90,13 +167,12 @@ class BlockStrategy(NextTokenStrategy):
     block.
 
     Attributes:
-        passes: number of times that each question is scored.
-        terms: `timeout_s`, if given.
+        options: how the questions of this call are read.
+        labels: the tokens of labels.
     """
 
     max_passes = 1
-    passes: int = 1
-    terms: Mapping[str, Any] = MappingProxyType({})
+    options = ReadOptions()
 
     def __init__(self, context: ReadContext) -> None:
         ReadStrategy.__init__(self, context)
@@ -105,8 +181,17 @@ class BlockStrategy(NextTokenStrategy):
             raise ValueError("the served model is not a diffusion language model")
         self._validator: Validator = validator
         self._score_client = ScoreClient(context.engine_client, validator)
-        self._known: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
-        self._pieces: dict[str, list[int]] = {}  # tokens of the text before each answer
+        self.labels = Labels(lambda text: self._tokenizer().encode(text, add_special_tokens=False))
+
+    @property
+    def mask_token(self) -> str:
+        """The text of the mask token."""
+        return str(self._tokenizer().convert_ids_to_tokens(self._validator.mask_id))
+
+    @property
+    def max_length(self) -> int:
+        """The largest number of tokens of a sequence."""
+        return int(self.context.engine_client.model_config.max_model_len)
 
     def limits(self) -> DecisionLimits:
         return DecisionLimits(max_questions=MAX_QUESTIONS, max_options=len(LABELS))
@@ -124,51 +209,122 @@ class BlockStrategy(NextTokenStrategy):
         **_: Any,
     ) -> list[QuestionRead]:
         """Score the questions and return one result for each, in order."""
+        reading = await self.read_orders(
+            [questions],
+            instructions,
+            state,
+            request_id=request_id,
+            chat_template_kwargs=chat_template_kwargs,
+            priority=priority,
+            trace_headers=trace_headers,
+        )
+        return reading.orders[0]
+
+    async def read_orders(
+        self,
+        orders: Sequence[Sequence[Question]],
+        instructions: str | None,
+        state: str,
+        *,
+        request_id: str,
+        chat_template_kwargs: dict[str, Any] | None,
+        **options: Any,
+    ) -> Reading:
+        """Score several lists of questions about one state, all in one step.
+
+        Raises:
+            StructuredDecisionError: a question cannot be read, or a text has a mask token.
+            SequenceTooLong: a question does not fit, with `in_parts`.
+        """
+        read_request = self._read_request(chat_template_kwargs, self.options.cache_salt)
 
         async def prompt(content: str) -> list[int]:
             messages = [{"role": "user", "content": content}]
             if instructions:
                 messages.insert(0, {"role": "system", "content": instructions})
-            read_request = self._read_request(chat_template_kwargs)
-            rendered: list[int] = (await self._render(read_request, messages))[1]
+            try:
+                rendered: list[int] = (await self._render(read_request, messages))[1]
+            except VLLMValidationError as error:
+                if not self.options.in_parts or error.parameter != "input_tokens":
+                    raise
+                num_tokens = len(self._tokenizer().encode(content, add_special_tokens=False))
+                raise SequenceTooLong(
+                    max(num_tokens, self.max_length + 1), self.max_length
+                ) from None
             if self._validator.mask_id in rendered:
                 raise StructuredDecisionError("state, questions: wanted them without mask tokens")
             return rendered
 
-        options = {"priority": priority, "trace_headers": trace_headers}
-        queries = await self._queries(state, questions, prompt)
-        reads = await self._scores(queries, request_id, options)
-        if self.passes == 1 or len(questions) == 1:
-            return reads
-        chosen = [read.probs.index(max(read.probs)) for read in reads]
-        again = [other for query in queries for other in _answered(query, chosen)]
-        second = await self._scores(again, f"{request_id}-again", options)
-        second[0].input_tokens += sum(read.input_tokens for read in reads)
-        return second
+        sequences = [await self._sequences(state, questions, prompt) for questions in orders]
+        queries = [sequence.query for each in sequences for sequence in each]
+        reads, results = await self._scores(queries, request_id, options)
+        num_sequences = len(queries)
+        if self.options.passes > 1 and len(reads) > len(queries):
+            again = _read_again(queries, reads)
+            queries = [*queries, *again]
+            first = sum(read.input_tokens for read in reads)
+            reads, second = await self._scores(again, f"{request_id}-again", options)
+            reads[0].input_tokens += first
+            results += second
+        remaining = iter(reads)
+        return Reading(
+            orders=[[next(remaining) for _ in questions] for questions in orders],
+            num_sequences=num_sequences,
+            num_forwards=sum(result.report.get("num_forwards", 1) for result in results),
+            num_tokens=sum(len(query.prompt) for query in queries),
+            num_cached=sum(result.report.get("num_cached", 0) for result in results),
+            forms=frozenset(sequence.form for each in sequences for sequence in each),
+        )
 
-    async def _queries(
+    async def _sequences(
         self,
         state: str,
-        questions: list[Question],
+        questions: Sequence[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
-    ) -> list[ScoreQuery]:
+    ) -> list[_Sequence]:
         """Return the sequences of a call, with a mask at the position of each answer.
 
         The scored tokens of a position are the first tokens of the labels there.
         """
-        queries = []
-        for question in questions:
-            before = await prompt(self._content(state, question))
-            labels = self._label_ids(self._end_of(before), question)
-            masked = masked_behind(before, self._validator)
-            queries.append(ScoreQuery(masked, [len(before)], [labels]))
-        return queries
+        return [await self._lone_sequence(state, question, prompt) for question in questions]
+
+    async def _lone_sequence(
+        self, state: str, question: Question, prompt: Callable[[str], Awaitable[list[int]]]
+    ) -> _Sequence:
+        """Return the sequence of one question, whose answer is the first token of the reply."""
+        if not question.labels:
+            place = Place(self._end_of(await prompt(state)))
+            question, _ = self.labels.labelled(place, question, has_codes=True)
+        before = await prompt(self._content(state, question))
+        place = Place(self._end_of(before))
+        coded, ids = self.labels.labelled(place, question, has_codes=self.options.has_codes)
+        if coded is not question:
+            before = await prompt(self._content(state, coded))
+        return self._checked(self._masked(before), [len(before)], [ids], LONG)
+
+    def _masked(self, prompt: list[int]) -> list[int]:
+        """Return the tokens of a prompt and of a reply of one mask."""
+        return masked_behind(prompt, self._validator)
+
+    def _checked(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        ids: list[tuple[int, ...]],
+        form: str,
+    ) -> _Sequence:
+        if self.options.in_parts and len(tokens) > self.max_length:
+            raise SequenceTooLong(len(tokens), self.max_length)
+        return _Sequence(ScoreQuery(tokens, positions, ids), form)
 
     async def _scores(
         self, queries: list[ScoreQuery], request_id: str, options: dict[str, Any]
-    ) -> list[QuestionRead]:
+    ) -> tuple[list[QuestionRead], list[ScoreResult]]:
         group: dict[str, Any] = {"group": request_id, "group_size": len(queries)}
-        results = await self._score_client.run(queries, request_id, self.terms, **group, **options)
+        salt = self.options.cache_salt
+        results = await self._score_client.run(
+            queries, request_id, self.options.terms, **group, cache_salt=salt, **options
+        )
         question_reads = []
         for query, result in zip(queries, results, strict=True):
             for number, labels in enumerate(query.token_ids):
@@ -184,33 +340,12 @@ class BlockStrategy(NextTokenStrategy):
                         output_tokens=0,
                     )
                 )
-        return question_reads
+        return question_reads, results
 
     def _end_of(self, prompt: list[int]) -> str:
         """Return the text of a prompt after its last special token."""
         tokenizer = self._tokenizer()
         return str(tokenizer.decode(prompt_tail(tokenizer, prompt)))
-
-    def _label_ids(self, before: str, question: Question) -> tuple[int, ...]:
-        """Return the first token of each label of a question after the text `before`.
-
-        Raises:
-            StructuredDecisionError: two labels have the same first token, or a label adds no token.
-        """
-        if (before, question.labels) not in self._known:
-            encode = self._tokenizer().encode
-            start, label_ids = encode(before, add_special_tokens=False), list[int]()
-            for label in question.labels:
-                whole = encode(before + label, add_special_tokens=False)
-                if len(whole) == len(start) or whole[: len(start)] != start:
-                    raise StructuredDecisionError(f"{question.id!r}: {label!r} is no token here")
-                label_ids.append(whole[len(start)])
-            if len(set(label_ids)) < len(label_ids):
-                raise StructuredDecisionError(
-                    f"question {question.id!r}: labels {question.labels} begin alike in this model"
-                )
-            self._known[before, question.labels] = tuple(label_ids)
-        return self._known[before, question.labels]
 
 
 class MaskStrategy(BlockStrategy):
@@ -221,29 +356,59 @@ class MaskStrategy(BlockStrategy):
     def num_requests(self, questions: list[Question]) -> int:
         return 1
 
-    async def _queries(
+    async def _sequences(
         self,
         state: str,
-        questions: list[Question],
+        questions: Sequence[Question],
         prompt: Callable[[str], Awaitable[list[int]]],
-    ) -> list[ScoreQuery]:
-        if len(questions) == 1:
-            tokens = await prompt(self._content(state, questions[0]))
-            pieces = [self._end_of(tokens)]
-        else:
-            tokens = await prompt(_content_of_several(state, questions))
-            pieces = [f"\nQuestion {number}:\n" for number in range(1, len(questions) + 1)]
-            pieces[0] = pieces[0].lstrip()
-        positions, label_ids = [], []
-        for piece, question in zip(pieces, questions, strict=True):
-            if len(questions) > 1:
-                if piece not in self._pieces:
-                    self._pieces[piece] = self._tokenizer().encode(piece, add_special_tokens=False)
-                tokens += self._pieces[piece]
+    ) -> list[_Sequence]:
+        if len(questions) == 1 or not self.options.is_joint:
+            return await super()._sequences(state, questions, prompt)
+        try:
+            return [await self._joint_sequence(state, questions, prompt)]
+        except SequenceTooLong:
+            middle = len(questions) // 2
+            return [
+                *await self._sequences(state, questions[:middle], prompt),
+                *await self._sequences(state, questions[middle:], prompt),
+            ]
+
+    async def _joint_sequence(
+        self,
+        state: str,
+        questions: Sequence[Question],
+        prompt: Callable[[str], Awaitable[list[int]]],
+    ) -> _Sequence:
+        """Return one sequence for all questions, whose reply has a mask at each answer."""
+        options = self.options
+        sheet = sheet_of(state, questions, options.form, self.labels, has_codes=options.has_codes)
+        tokens, positions = await prompt(sheet.content), []
+        for answer in sheet.answers:
+            tokens += answer.before
             positions.append(len(tokens))
-            label_ids.append(self._label_ids(piece, question))
             tokens.append(self._validator.mask_id)
-        return [ScoreQuery([*tokens, *self._validator.turn_end], positions, label_ids)]
+        tokens += [*sheet.end, *self._validator.turn_end]
+        return self._checked(tokens, positions, [a.labels for a in sheet.answers], sheet.form)
+
+    def _masked(self, prompt: list[int]) -> list[int]:
+        return [*prompt, self._validator.mask_id, *self._validator.turn_end]
+
+
+class _Sequence(NamedTuple):
+    """A sequence to read, and the form of its sheet."""
+
+    query: ScoreQuery
+    form: str
+
+
+def _read_again(queries: Sequence[ScoreQuery], reads: Sequence[QuestionRead]) -> list[ScoreQuery]:
+    """Return a query for each answer; in it, the other answers of its sequence are in place."""
+    again, start = [], 0
+    for query in queries:
+        own = reads[start : start + len(query.positions)]
+        start += len(own)
+        again += _answered(query, [read.probs.index(max(read.probs)) for read in own])
+    return again
 
 
 def _answered(query: ScoreQuery, chosen: Sequence[int]) -> list[ScoreQuery]:
@@ -258,15 +423,6 @@ def _answered(query: ScoreQuery, chosen: Sequence[int]) -> list[ScoreQuery]:
         tokens[position] = query.prompt[position]
         queries.append(ScoreQuery(tokens, [position], [label_ids]))
     return queries
-
-
-def _content_of_several(state: str, questions: list[Question]) -> str:
-    """Return the user's turn: the state, then the numbered questions, which the reply answers."""
-    texts = [
-        f"Question {number}:\n{question.type.prompt(question)}"
-        for number, question in enumerate(questions, start=1)
-    ]
-    return "\n\n".join([state, *texts])
 
 
 def masked_behind(prompt: list[int], validator: Validator) -> list[int]:
@@ -285,8 +441,12 @@ class DiffusionDecisions(ServingStructuredDecisions):
         if raw_request is not None:
             set_priority(request, raw_request.headers)
         strategy = copy(self.strategy)
-        strategy.passes = values.get("passes", 1)
-        strategy.terms = {name: values[name] for name in TERMS if name in values}
+        strategy.options = ReadOptions(
+            passes=values.get("passes", 1),
+            form=values.get("format", LONG),
+            has_codes=values.get("codes", False),
+            terms={name: values[name] for name in TERMS if name in values},
+        )
         handler = rebuild_as(self, DiffusionDecisions, strategy=strategy)
         return await super(DiffusionDecisions, handler).create_decision(request, raw_request)
 

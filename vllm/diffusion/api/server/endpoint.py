@@ -20,6 +20,8 @@ from vllm.diffusion.api.bodies import (
     check_prompt,
     refuse_fields,
 )
+from vllm.diffusion.api.decisions.bodies import DecisionsBody, fields_of, refuse_openai_body
+from vllm.diffusion.api.decisions.serving import DecisionsHandler, make_handler
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import shown
 from vllm.diffusion.api.generate import GenerateHandler
@@ -97,6 +99,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
     validate_json_request,
     with_cancellation,
 )
+from vllm.exceptions import VLLMNotFoundError
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.params import ChatParams
 from vllm.version import __version__ as VLLM_VERSION
@@ -192,8 +195,42 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
 
 
 @openai_router.post(
-    "/v1/systemone",
+    "/v1/decisions",
     dependencies=checked_by(),
+    response_model=None,
+    responses={200: {}, **_ANSWERS},
+    openapi_extra=shown("/v1/decisions"),
+)
+@with_cancellation
+@load_aware_call
+async def answer_questions(request: DecisionsBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
+    """Answer typed questions in the body of OpenAI or of System One, in one forward pass."""
+    set_priority(request, raw_request.headers)
+    handler = _decisions_handler(raw_request)
+    return JSONResponse(
+        await handler.answer(fields_of(request), raw_request.headers[gate.REQUEST_ID])
+    )
+
+
+@openai_router.get("/v1/decisions/calibration", responses={404: {"model": ErrorResponse}})
+async def decision_calibration(raw_request: Request) -> JSONResponse:
+    """Return the calibration file of the server."""
+    file = _decisions_handler(raw_request).calibration
+    if file is None:
+        raise VLLMNotFoundError("calibration: this server has none; --additional-config sets it")
+    return JSONResponse(dict(file.content))
+
+
+def _decisions_handler(raw_request: Request) -> DecisionsHandler:
+    handler: DecisionsHandler | None = raw_request.app.state.diffusion_decisions
+    if handler is None:
+        raise NotImplementedError(_NOT_OURS)
+    return handler
+
+
+@openai_router.post(
+    "/v1/systemone",
+    dependencies=checked_by(refuse_openai_body),
     response_model=None,
     responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/systemone"),
@@ -350,7 +387,7 @@ class DiffusionEndpoint:
         validator = None if engine_client is None else validator_of(engine_client.input_processor)
         if engine_client is None or validator is None:
             state.diffusion_generate = state.diffusion_lifecycle = None
-            state.diffusion_likelihood = None
+            state.diffusion_likelihood = state.diffusion_decisions = None
             return
         served = served_model(engine_client.vllm_config)
         warn_about_unused_arguments(args, has_prefixes=served.family.is_block_causal)
@@ -371,7 +408,9 @@ class DiffusionEndpoint:
         _replace_handlers(state, validator)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
-        has_page = settings_of(engine_client.vllm_config).page
+        settings = settings_of(engine_client.vllm_config)
+        state.diffusion_decisions = make_handler(state, model_names, args.model, settings)
+        has_page = settings.page
         if has_page:
             options = page_options(served, model_names[0], __version__)
             page.install(self._app, options, Status(engine_client))
