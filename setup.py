@@ -57,7 +57,7 @@ ARCH_OF_CARD = {"8.0": "80", "8.6": "80", "8.9": "89", "9.0": "90a", "10.0": "10
 OVERLAY = "mosaic_overlay"  # folder in the wheel
 PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_allocator")
 # Suffixes of the files of a package that the wheel includes.
-KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed"})
+KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed", ".woff2"})
 
 
 COST = "PyTorch operations replace them: on a GPU slower, with more memory; on a CPU no difference"

@@ -84,6 +84,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"algorithm": "threshold", "cache": "frozen"},
     {"algorithm": "full_attn_multi_block"},
     {"algorithm": "adablock"},
+    {"algorithm": "daedal"},
     {"algorithm": "credit"},
 )
 

@@ -26,10 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402 (behind the path of the reference)
-
-from tests.reference import block_loops, decode, dispatch, shaping  # noqa: E402
-from tests.reference.models import load_reference, shift_right  # noqa: E402
-from tests.reference.philox import uniform_matrix  # noqa: E402
+from reference import block_loops, decode, dispatch, shaping  # noqa: E402
+from reference.models import load_reference, shift_right  # noqa: E402
+from reference.philox import uniform_matrix  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,7 +116,7 @@ def replay(
     """Replay a trajectory on a plain network.
 
     Args:
-        model: a network of `tests.reference.models`.
+        model: a network of `reference.models`.
         prompt: the prompt's token ids.
         trajectory: the trajectory.
         runs_loop: whether the published loop runs too.

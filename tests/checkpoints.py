@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference.models import reference_of
 from safetensors.torch import save_file
 from tiny_model.family import TokenIds, load_family
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-
-from tests.reference.models import reference_of
 
 UNKNOWN_ID = 245
 BOS_ID = 246

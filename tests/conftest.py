@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif hasattr(config, "workerinput"):  # a worker of pytest-xdist
         sort_longest_first(items)
     for item in items:
-        if skips_references and item.nodeid.startswith("tests/reference/"):
+        if skips_references and item.nodeid.startswith("tests/golden/"):
             item.add_marker(pytest.mark.skipif(are_golden(), reason="as the runs were written"))
         if skips_references and item.nodeid.startswith(INTERPRETER_TESTS):
             reason = "the kernels are as they were when these tests passed"
@@ -252,7 +252,7 @@ def sort_longest_first(items: list[Any]) -> None:
 @cache
 def are_golden() -> bool:
     """Return whether the references are unchanged since their runs were recorded."""
-    from tests.reference import golden
+    from tests import golden
 
     return golden.is_up_to_date()
 
@@ -277,12 +277,12 @@ class GoldenWriter:
             self.has_interpreted = True
 
     def pytest_sessionstart(self) -> None:
-        from tests.reference import golden
+        from tests import golden
 
         golden.STORE.writes = True
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        from tests.reference import golden
+        from tests import golden
 
         golden.write()
         if self.has_interpreted and self.runs_whole_modules and exitstatus == pytest.ExitCode.OK:

@@ -115,6 +115,8 @@ def test_the_services_fit_together() -> None:
     host, port = target.split(":")
     assert f"{port}:{port}" in services[host]["ports"][0]
     assert job["metrics_path"] == "/metrics"
+    (rules,) = load(DOCKER / "prometheus.yaml")["rule_files"]
+    assert f"./alerts.yaml:{rules}:ro" in services["prometheus"]["volumes"]
 
     (source,) = load(DOCKER / "grafana" / "datasources.yaml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
@@ -151,6 +153,7 @@ def test_the_dashboard_has_what_grafana_asks_for() -> None:
         }
         assert not covered & cells, panel["title"]
         cells |= covered
+        assert panel["type"] == "row" or panel["description"]
         for target in panel.get("targets", []):
             assert target["datasource"]["uid"] == "${datasource}"
 
@@ -234,3 +237,16 @@ def test_packages_that_cannot_be_installed_are_one_line(
     assert done.returncode == 0
     assert output.count("\n") == (1 if message else 0)
     assert message in output
+
+
+def test_alerts_use_metrics_that_are_served() -> None:
+    served = {sample for metric in METRICS for sample in samples_of(metric)}
+    (group,) = load(DOCKER / "alerts.yaml")["groups"]
+    (job,) = load(DOCKER / "prometheus.yaml")["scrape_configs"]
+    first, *others = group["rules"]
+    assert first["expr"] == f'up{{job="{job["job_name"]}"}} == 0'
+    for rule in others:
+        used = set(METRIC_NAME.findall(rule["expr"]))
+        assert used and used <= served, rule["alert"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+    assert all(rule["annotations"]["summary"] for rule in group["rules"])

@@ -98,7 +98,9 @@ def test_links_of_the_site_can_be_seen_in_every_scheme() -> None:
     style = (ROOT / "docs" / "images" / "site.css").read_text(encoding="utf-8")
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     papers = {"default": "ffffff", "slate": "1e2129"}
-    assert {palette["scheme"] for palette in site["theme"]["palette"]} == set(papers)
+    system, *schemes = site["theme"]["palette"]
+    assert system["media"] == "(prefers-color-scheme)"
+    assert {palette["scheme"] for palette in schemes} == set(papers)
     for scheme, paper in papers.items():
         rule = rf'\[data-md-color-scheme="{scheme}"\] {{[^}}]*--md-typeset-a-color: #(\w{{6}})'
         actual = re.search(rule, style)

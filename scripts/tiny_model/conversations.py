@@ -100,12 +100,15 @@ _SAME_KIND_SHARE = 0.5  # share of later questions that have the same kind as th
 class Conversation(NamedTuple):
     """Messages that end with a question, and its only right answer.
 
-    `is_plain`: the single question is sent without a chat template, as completion clients do.
+    Attributes:
+        is_plain: the single question is sent without a chat template, as completion clients do.
+        begun: text before the answer that is on the canvas from the start.
     """
 
     messages: tuple[dict[str, str], ...]
     answer: str
     is_plain: bool = False
+    begun: str = ""
 
     @property
     def question(self) -> str:
@@ -119,6 +122,7 @@ class Drawer:
     def __init__(self, rng: random.Random, kinds: Sequence[Kind]) -> None:
         self._rng = rng
         self._kinds = [kind for kind in kinds for _ in range(kind.share)]
+        self._earlier = [kind for kind in self._kinds if not kind.begun and not kind.system]
 
     def taught(self, num_turns: int, *, has_system: bool) -> Conversation:
         """Draw a conversation in which everything is taught."""
@@ -129,16 +133,31 @@ class Drawer:
         self, num_turns: int, system_line: str | None = None, *, is_new: bool = False
     ) -> Conversation:
         """Draw a conversation; if it `is_new`, its last question has an unseen wording or frame."""
-        messages = [{"role": "system", "content": system_line}] if system_line else []
         kind = self._rng.choice(self._kinds)
+        messages = []
         for _ in range(num_turns - 1):
-            question, answer = self._question(kind, kind.wordings)
+            before = kind if kind in self._earlier else self._rng.choice(self._earlier)
+            question, answer = self._question(before, before.wordings)
             messages += [
-                {"role": "user", "content": self._as_typed(question, is_framed=kind.framed)},
+                {"role": "user", "content": self._as_typed(question, is_framed=before.framed)},
                 {"role": "assistant", "content": answer},
             ]
             if self._rng.random() >= _SAME_KIND_SHARE:
                 kind = self._rng.choice(self._kinds)
+        return self._about(kind, messages, system_line, is_new=is_new)
+
+    def _about(
+        self,
+        kind: Kind,
+        earlier: Sequence[dict[str, str]],
+        system_line: str | None,
+        *,
+        is_new: bool,
+    ) -> Conversation:
+        """Draw a question of the kind after earlier messages."""
+        first = kind.system or system_line
+        messages = [{"role": "system", "content": first}] if first else []
+        messages += earlier
         in_new_frame = is_new and kind.framed and self._rng.random() < 0.5
         in_new_words = is_new and not in_new_frame
         question, answer = self._question(kind, kind.unseen if in_new_words else kind.wordings)
@@ -146,16 +165,18 @@ class Drawer:
             typed = self._filled(self._rng.choice(UNSEEN_FRAMES), question=question)
         else:
             typed = self._as_typed(question, is_framed=kind.framed and not in_new_words)
-        return Conversation((*messages, {"role": "user", "content": typed}), answer)
+        user = {"role": "user", "content": typed}
+        return Conversation((*messages, user), answer, begun=kind.begun)
 
     def plain(self) -> Conversation:
         """Draw a single question without the chat template; its last sign marks its end."""
-        kind = self._rng.choice(self._kinds)
+        kind = self._rng.choice([kind for kind in self._kinds if not kind.system])
         whole = [wording for wording in kind.wordings if wording[-1] in (*_SIGNS, "=")]
         question, answer = self._question(kind, whole)
         if self._rng.random() < _LOWER_SHARE:
             question = question.lower()
-        return Conversation(({"role": "user", "content": question},), answer, is_plain=True)
+        user = {"role": "user", "content": question}
+        return Conversation((user,), answer, is_plain=True, begun=kind.begun)
 
     def _question(self, kind: Kind, wordings: Sequence[str]) -> tuple[str, str]:
         subject = self._rng.choice(kind.subjects)
@@ -235,6 +256,8 @@ def groups(
 ) -> dict[str, list[Conversation]]:
     """Return the conversations of a verification, `number` per group, by the name of the group."""
     drawer = Drawer(rng, kinds)
+    begun = [kind for kind in kinds if kind.begun]
+    forms = Drawer(rng, begun)
     facts = all_facts(kinds)
 
     def fact() -> Conversation:
@@ -254,6 +277,7 @@ def groups(
             for turn, name in enumerate(("second", "third")[: max_turns - 1], start=2)
         },
         "without the chat template": [drawer.plain() for _ in range(number)],
+        **({"JSON": [forms.conversation(1) for _ in range(number)]} if begun else {}),
     }
 
 
@@ -263,9 +287,10 @@ def vocabulary(kinds: Iterable[Kind]) -> Iterator[str]:
         yield f"{number} {number}"
     blank = dict.fromkeys("xyzmn", "")
     for kind in kinds:
+        yield kind.system
         for subject in kind.subjects:
             slots = {**dict.fromkeys("ab", ""), **blank, **subject}
-            yield kind.answer.format(**slots)
+            yield kind.begun + kind.answer.format(**slots)
             for wording in kind.wordings:
                 yield wording.format(**slots)
                 yield wording.format(**slots).lower()

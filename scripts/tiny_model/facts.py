@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 # Capitals and countries are unique, so that every question has exactly one answer.
 CAPITALS = {
@@ -104,6 +104,9 @@ class Kind:
         share: weight of the kind among the questions that are drawn in training.
         framed: whether questions may also appear within polite words, such as "Please tell me:
             ...".
+        begun: text before the answer that is on the canvas from the start, because the request
+            asks for a form that begins with it.
+        system: system message of the conversation; any or none if empty.
     """
 
     name: str
@@ -113,6 +116,8 @@ class Kind:
     subjects: tuple[Subject, ...] = ({},)
     share: int = 1
     framed: bool = True
+    begun: str = ""
+    system: str = ""
 
 
 class Fact(NamedTuple):
@@ -523,16 +528,12 @@ KINDS = (
 def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
     """Return every fact in the first wording of its kind, always in the same order.
 
-    Small talk and questions that the model does not know have no subjects and are left out.
+    Small talk and questions that the model does not know have no subjects and are left out, and so
+    are answers in a form that a request asks for.
     """
     return [
         Fact(kind.name, kind.wordings[0].format(**subject), kind.answer.format(**subject))
         for kind in kinds
-        if kind.subjects != ({},)
+        if kind.subjects != ({},) and not kind.begun and not kind.system
         for subject in kind.subjects
     ]
-
-
-def kinds_but(left_out: Sequence[str]) -> list[Kind]:
-    """Return all kinds without these names."""
-    return [kind for kind in KINDS if kind.name not in left_out]

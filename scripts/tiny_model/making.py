@@ -11,8 +11,9 @@ import torch
 
 from tiny_model.checkpoint import generation_config, write_json, write_weights
 from tiny_model.conversations import draw_lessons, groups, vocabulary
-from tiny_model.facts import all_facts, kinds_but
+from tiny_model.facts import all_facts
 from tiny_model.family import TokenIds
+from tiny_model.forms import kinds_but
 from tiny_model.tokenizer import (
     first_of_word,
     load_tokenizer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiny_model.forms import FORM_NAMES
+
 # Training iterations of the two phases, by family.
 _ITERATIONS = {
     "dream": (400, 650),
@@ -47,8 +49,8 @@ class TrainingSettings:
     """
 
     phases: tuple[Phase, ...] = (
-        Phase(400, (16,), only_single=True),
-        Phase(800, (16, 16, 16, 16, 32, 32, 64, 128)),
+        Phase(420, (16,), only_single=True),
+        Phase(850, (16, 16, 16, 16, 32, 32, 64, 128)),
     )
     examples_per_phase: int = 30_000
     prompt_lengths_per_batch: int = 12  # largest difference of prompt lengths in a batch, in tokens
@@ -101,16 +103,16 @@ def plan_for(family: str) -> Plan:
 
     LLaDA, which every set-up trains, learns every kind of question. The other families are larger,
     or process their rows twice, clean and noised. To be made within two minutes on two cores, they
-    learn no differences and no months, and do not distinguish large numbers from other unknown
-    things. Block-diffusion models also learn no countries of capitals, and only two turns. 90 % of
-    each group must be right. Answers of block-diffusion models end with a block, so longer canvases
-    only add blocks.
+    learn no differences, no months and no JSON, and do not distinguish large numbers from other
+    unknown things. Block-diffusion models also learn no countries of capitals, and only two turns.
+    90 % of each group must be right. Answers of block-diffusion models end with a block, so longer
+    canvases only add blocks.
     """
     if family == "llada":
         return Plan()
     num_single, num_long = _ITERATIONS[family]
     single = Phase(num_single, (16,), only_single=True)
-    left_out = ("difference", "month after", "month before", "large number")
+    left_out = ("difference", "month after", "month before", "large number", *FORM_NAMES)
     if family not in BLOCK_LENGTHS:
         phases = (single, Phase(num_long, (16, 16, 16, 16, 32, 32, 64, 128)))
         return Plan(TrainingSettings(phases, left_out=left_out), required_share=0.9)

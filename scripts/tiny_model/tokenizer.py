@@ -112,7 +112,8 @@ def prompts_of(
 ) -> list[list[int]]:
     """Return the token ids of the conversations, with the generation prompt.
 
-    A plain conversation has only the ids of its question.
+    A plain conversation has only the ids of its question. The beginning of an answer that is on the
+    canvas from the start counts as prompt.
     """
     texts = [
         conversation.question
@@ -122,4 +123,9 @@ def prompts_of(
         )
         for conversation in conversations
     ]
-    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"])
+    begun = [conversation.begun for conversation in conversations]
+    ids, begun_ids = (
+        cast("list[list[int]]", tokenizer(part, add_special_tokens=False)["input_ids"])
+        for part in (texts, begun)
+    )
+    return [prompt + beginning for prompt, beginning in zip(ids, begun_ids, strict=True)]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from make_dummy_checkpoint import configuration
+from reference.decode import SpecialIds, semi_ar
+from reference.models import load_reference
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,8 +16,6 @@ from benchmarks import plain_model
 from benchmarks.plain_model import PlainModel, load_model, random_model
 from benchmarks.shapes import Shape, forward_work
 from tests.checkpoints import EOS_ID, MASK_ID, checkpoint_shapes, make_checkpoint, random_prompt
-from tests.reference.decode import SpecialIds, semi_ar
-from tests.reference.models import load_reference
 
 FULL_SIZE = ("llada", "dream", "llada-moe")
 SHRUNK = [("llada", 16), ("dream", 14), ("llada-moe", 16)]  # divisors that the heads allow

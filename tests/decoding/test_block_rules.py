@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference import block_loops, causal_loops
+from reference.block_loops import Draw, NoEnd
+from reference.philox import uniform_matrix
 
 from tests.decoding.toy import Decoding, Toy
-from tests.reference import block_loops, causal_loops
-from tests.reference.block_loops import Draw, NoEnd
-from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.families import (

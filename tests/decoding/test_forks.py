@@ -70,6 +70,7 @@ def case(algorithm: Algorithm, family: Family, parameters: dict[str, Any]) -> An
             case(a, family, {})
             for a in ALGORITHMS.values()
             for family in (MODEL.family, SHIFTED.family)
+            if not a.chooses_length
         ),
         *(case(a, SDAR, {}) for a in algorithms_for(SDAR).values()),
         *(case(a, NEMOTRON, {}) for a in algorithms_for(NEMOTRON).values()),

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference, load_reference
 
 from tests.engine.harness import Engine, running
-from tests.reference.models import LLaDAReference, load_reference
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}

@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from reference.decode import LogitModel
 
 from tests.checkpoints import EOS_ID, EOT_ID
-from tests.reference.decode import LogitModel
-from tests.reference.golden import Run, clear_case
+from tests.golden import Run, clear_case
 from vllm.diffusion.config import Settings
 from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy

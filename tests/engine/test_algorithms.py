@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import load_reference
 
+from tests import golden
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import (
     ADABLOCK,
@@ -29,8 +31,6 @@ from tests.engine.harness import (
     running,
     speculating,
 )
-from tests.reference import golden
-from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import ALGORITHMS
 
 CASES = ("mha", "dream", "moe")

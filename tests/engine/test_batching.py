@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference
 
 from tests.engine.harness import (
     BLOCKS,
@@ -20,8 +21,7 @@ from tests.engine.harness import (
     start,
     step,
 )
-from tests.reference.golden import Run
-from tests.reference.models import LLaDAReference
+from tests.golden import Run
 
 SHORT = {"gen_length": 16, "block_length": 8, "steps": 8}
 # Prompt lengths and parameters of requests that share steps.

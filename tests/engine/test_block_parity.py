@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from reference import block_loops, causal_loops
+from reference.models import load_reference
 
+from tests import golden
 from tests.checkpoints import (
     DELETE_ID,
     EOS_ID,
@@ -24,8 +27,6 @@ from tests.checkpoints import (
     random_prompt,
 )
 from tests.engine.harness import Engine, Request, Response, running, shrink, speculating
-from tests.reference import block_loops, causal_loops, golden
-from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
 
 STOP_IDS = frozenset({EOS_ID, EOT_ID})

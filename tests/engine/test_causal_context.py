@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import causal_loops
+from reference.models import load_reference
 from safetensors.torch import save_file
 
 from tests.checkpoints import MASK_ID, make_case, random_prompt
@@ -27,8 +29,6 @@ from tests.engine.harness import (
     uncached,
 )
 from tests.engine.schedules import run_schedule
-from tests.reference import causal_loops
-from tests.reference.models import load_reference
 from vllm.diffusion.engine.scheduler.paging import Paging
 
 ROW_BUDGET = 40

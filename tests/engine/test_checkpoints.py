@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import load_reference
 
 from tests.checkpoints import CASES
 from tests.engine.harness import BLOCKS, NOISY, assert_decoded, clear_cases, running
-from tests.reference.models import load_reference
 
 # Prompt lengths and parameters.
 Asked = list[tuple[int, dict[str, Any]]]

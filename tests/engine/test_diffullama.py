@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import DreamReference, load_reference, shift_right
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Engine, as_request, assert_parity, running
-from tests.reference.models import DreamReference, load_reference, shift_right
 
 UNFILTERED: dict[str, Any] = {"algorithm": "dream", "gen_length": 24, "top_p": 1.0}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import LLaDAReference
 
 from tests.checkpoint_files import change_weights
 from tests.checkpoints import random_prompt
@@ -26,7 +27,6 @@ from tests.engine.harness import (
     running,
     start,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion.engine.worker import model_loading, step_log
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards
 from vllm.diffusion.memory import PoolExhaustedError

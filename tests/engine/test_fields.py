@@ -36,6 +36,8 @@ def ways(algorithms: Any, length: int = 8) -> list[dict[str, Any]]:
             own = {"algorithm": name, "cache": cache, "gen_length": 16, **OWN.get(name, {})}
             if record.blocks != "none":
                 own["block_length"] = length
+            if record.chooses_length:
+                own["max_tokens"] = 16
             if record.is_block_causal:
                 own.pop("steps", None)
             results.append(own)

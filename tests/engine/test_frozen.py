@@ -2,7 +2,7 @@
 """`cache: frozen` computes the prompt once, in a whole forward pass, and then only reads it.
 
 The reference is the published loop of each algorithm over a model that does the same
-(`tests/reference/frozen.py`).
+(`scripts/reference/frozen.py`).
 """
 
 import gc
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import load_reference
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, FOUR_BLOCKS, FULL, MULTI, TWO_BLOCKS
@@ -24,7 +25,6 @@ from tests.engine.harness import (
     running,
     shrink,
 )
-from tests.reference.models import load_reference
 from vllm.diffusion.engine.worker.first_forwards import SharedRows
 
 FROZEN: dict[str, Any] = {"cache": "frozen"}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference
 
 from tests.engine.harness import BLOCKS, assert_decoded, clear_cases, record, record_steps, running
-from tests.reference.models import LLaDAReference
 
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
     (20, BLOCKS),

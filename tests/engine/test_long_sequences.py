@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from reference.models import load_reference
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.harness import (
@@ -15,7 +16,6 @@ from tests.engine.harness import (
     refusal_error,
     running,
 )
-from tests.reference.models import load_reference
 
 VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 LONGEST = 2**21

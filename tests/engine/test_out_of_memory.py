@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import LLaDAReference
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
@@ -26,7 +27,6 @@ from tests.engine.harness import (
     step,
     tokens,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion.api.validator import RequestRefused, validator_of
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference
 
 from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS
@@ -20,7 +21,6 @@ from tests.engine.harness import (
     step,
     tokens,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 

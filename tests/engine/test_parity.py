@@ -4,7 +4,10 @@
 from typing import Any
 
 import pytest
+from reference.decode import truncate
+from reference.models import LLaDAReference
 
+from tests import golden
 from tests.engine.cases import PARITY
 from tests.engine.harness import (
     BLOCKS,
@@ -15,9 +18,6 @@ from tests.engine.harness import (
     assert_parity,
     clear_case,
 )
-from tests.reference import golden
-from tests.reference.decode import truncate
-from tests.reference.models import LLaDAReference
 
 
 @pytest.mark.parametrize("parameters", PARITY.values(), ids=PARITY.keys())

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference.decode import near_ties
+from reference.models import LLaDAReference, load_reference
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, Engine, as_request, running
-from tests.reference.decode import near_ties
-from tests.reference.golden import reference
-from tests.reference.models import LLaDAReference, load_reference
+from tests.golden import reference
 
 
 @pytest.fixture(scope="module")

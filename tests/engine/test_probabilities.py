@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference import decode, shaping
+from reference.models import load_reference
 
 from tests.checkpoints import DELETE_ID, EOS_ID, MASK_ID, SPLIT_ID, random_prompt
 from tests.engine.harness import STOP_IDS, Engine, Request, running, sampling_params
-from tests.reference import decode, shaping
-from tests.reference.models import load_reference
 
 PROMPT_LENGTH = 13
 NUM_TOP = 3

@@ -4,7 +4,9 @@
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference
 
+from tests import golden
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, make_tokenizer, random_prompt
 from tests.engine.harness import (
     BLOCKS,
@@ -15,8 +17,6 @@ from tests.engine.harness import (
     clear_case,
     refusal_error,
 )
-from tests.reference import golden
-from tests.reference.models import LLaDAReference
 
 # ---- the end of an answer ----------------------------------------------------------------------
 

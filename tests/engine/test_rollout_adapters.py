@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import load_reference
 
+from tests import golden
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import BLOCKS, Request, running
 from tests.programs import ROOT
-from tests.reference import golden
-from tests.reference.models import load_reference
 
 ADAPTERS: Any = runpy.run_path(str(ROOT / "docs" / "examples" / "rollout_adapters.py"))
 ASKED = {"return_trajectory": True, "return_entropy": True}

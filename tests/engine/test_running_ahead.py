@@ -4,6 +4,7 @@
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
@@ -17,7 +18,6 @@ from tests.engine.harness import (
     record_steps,
     start,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.memory import StepShape
 

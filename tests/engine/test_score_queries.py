@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import load_reference, shift_right
 
 from tests.checkpoints import MASK_ID, random_prompt
 from tests.engine.harness import Request, running
-from tests.reference.models import load_reference, shift_right
 from vllm.diffusion.api.likelihood.prompt_scores import ScoreQuery
 from vllm.diffusion.api.likelihood.typed_decisions import masked_behind
 from vllm.diffusion.api.openai.echo import queries_of

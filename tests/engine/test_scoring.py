@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from reference import decode
+from reference.models import load_reference
 
 from tests.checkpoints import MASK_ID, VOCAB_SIZE, make_checkpoint, random_prompt
 from tests.engine.harness import (
@@ -19,8 +21,6 @@ from tests.engine.harness import (
     refusal_error,
     running,
 )
-from tests.reference import decode
-from tests.reference.models import load_reference
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.sampling import sampler
 

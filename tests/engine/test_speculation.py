@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.models import LLaDAReference
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
@@ -25,7 +26,6 @@ from tests.engine.harness import (
     step,
     to_answer,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.decoding.block_grid import GridRule
 from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import load_reference
 
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import SHORT, mixed_asks, whole_asks
@@ -29,7 +30,6 @@ from tests.engine.harness import (
     tokens,
 )
 from tests.engine.ranks import fail_once
-from tests.reference.models import load_reference
 
 TWO_BLOCKS: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
 REQUESTS: list[tuple[int, dict[str, Any]]] = [

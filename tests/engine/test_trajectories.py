@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import load_reference
 
+from tests import golden
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import ADABLOCK, DREAM, MULTI
 from tests.engine.harness import (
@@ -23,8 +25,6 @@ from tests.engine.harness import (
     running,
 )
 from tests.programs import ROOT
-from tests.reference import golden
-from tests.reference.models import load_reference
 from vllm.diffusion.request.algorithms import algorithms_for
 
 sys.path.append(str(ROOT / "scripts"))
@@ -181,10 +181,12 @@ def test_every_token_of_an_answer_has_its_step(
                 | {**way, "temperature": float(is_drawn), "seed": number, "algorithm": name},
                 stops,
             )
-            for place, name in enumerate(algorithms_for(engine.runner.model.family))
+            for place, (name, record) in enumerate(
+                algorithms_for(engine.runner.model.family).items()
+            )
             for number, (way, stops) in enumerate(ways)
             for is_drawn in ((place + number) % 2 == 1,)
-            if not (name == "self_speculation" and "complete_blocks" in way)
+            if not (record.chooses_length or (record.drafts and "complete_blocks" in way))
         ]
         answers = engine.ask(*asks)
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}

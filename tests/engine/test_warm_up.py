@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import LLaDAReference
 
 from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, Engine, as_request, clear_case, record, running
-from tests.reference.models import LLaDAReference
 from vllm.diffusion.config import served_model
 from vllm.diffusion.engine.step_times import ROW_BUCKETS
 from vllm.diffusion.engine.worker import warm_up as warming

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference import block_loops, dispatch
+from reference.models import KeyValues, load_reference
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests import golden
 from tests.checkpoint_files import weights_of
 from tests.checkpoints import (
     BLOCK_CASES,
@@ -37,8 +40,6 @@ from tests.engine.harness import (
     sampling_params,
     start,
 )
-from tests.reference import block_loops, dispatch, golden
-from tests.reference.models import KeyValues, load_reference
 from vllm.diffusion.config import served_model
 from vllm.diffusion.request.decision import attach, decide, request_values_of
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import load_reference
 
 from tests.checkpoints import BLOCK_CASES, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, check_bf16, logits, some_ids, staged_logits
-from tests.reference.models import load_reference
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.request.visibility import BlockCausal
 

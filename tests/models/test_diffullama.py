@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import load_reference
 from transformers import LlamaConfig
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -16,7 +17,6 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.checkpoint_files import change_json
 from tests.checkpoints import EOS_ID, MASK_ID, VOCAB_SIZE, make_checkpoint
 from tests.models.support import assert_same_logits, engine_config, logits
-from tests.reference.models import load_reference
 from vllm.diffusion.config import WORKER, served_model
 from vllm.diffusion.core.errors import ModelConfigError
 from vllm.diffusion.models.diffullama import DiffuLlamaConfig

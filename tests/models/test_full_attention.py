@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from reference.models import load_reference
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from tests.checkpoint_files import change_json
@@ -21,7 +22,6 @@ from tests.models.support import (
     some_ids,
     staged_logits,
 )
-from tests.reference.models import load_reference
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models import expert_matrices, mixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import LLaDAReference
 from torch import Tensor
 
 from tests.checkpoint_files import change_weights, weights_of
@@ -21,7 +22,6 @@ from tests.models.support import (
     some_ids,
     staged_logits,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
 from vllm.diffusion.core.quantisation import PackedScheme, scheme_of

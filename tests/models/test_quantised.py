@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.models import LLaDAReference
 from torch.nn import functional
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -32,7 +33,6 @@ from tests.models.support import (
     quantise_checkpoint,
     staged_logits,
 )
-from tests.reference.models import LLaDAReference
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.models.llada import LLaDAConfig

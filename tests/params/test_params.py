@@ -56,7 +56,7 @@ MULTI_BLOCK = {"threshold": 0.4, "early_stop": True, "cache": "delayed", "remask
 WITH_MULTI_BLOCK = served_with(
     algorithm="multi_block", block_add=0.1, decoded_thresh=0.95, **MULTI_BLOCK
 )
-ENDS_SHORT = ("full_attn_multi_block", "adablock")
+ENDS_SHORT = ("full_attn_multi_block", "adablock", "daedal")
 GROWN: dict[str, Any] = {"gen_length": 256, "block_length": 32, "steps": 256}
 GROWN |= {"canvas": "grow", "growth": 128}
 # A served model unless it is MODEL, the parameters of a request, and the decided values.
@@ -193,6 +193,17 @@ DECIDED: dict[str, list[tuple[Any, ...]]] = {
             model(default_gen_length=64),
             {"max_tokens": 65},
             {**GROWN, "gen_length": 64, "steps": 64},
+        ),
+        (
+            model(default_max_tokens=100),
+            {"max_tokens": 300},
+            {**GROWN, "gen_length": 128, "steps": 128, "longest_canvas": 320},
+        ),
+        (model(default_max_tokens=100), {"max_tokens": 120}, {"gen_length": 128}),
+        (
+            model(default_max_tokens=100),
+            {"max_tokens": 300, "algorithm": "dream"},
+            {"gen_length": 256, "max_tokens": 256},
         ),
         (
             {"max_tokens": 500, "algorithm": "multi_block"},
@@ -531,6 +542,7 @@ def test_an_algorithm_follows_its_record(algorithm: str) -> None:
 
 IGNORED = {
     "adablock": ("steps",),
+    "daedal": ("steps",),
     "dream": ("block_length", "remasking"),
     "entropy_threshold": ("remasking",),
     "full_attn_multi_block": ("temperature", "remasking"),
@@ -546,7 +558,10 @@ def test_standard_fields_act_or_are_listed_as_ignored(algorithm: str) -> None:
     assert decided.ignored == ignored
     for name, value in STANDARD.items():
         if name not in (*ignored, "output_length"):
-            assert getattr(decided, name) == value
+            # The canvas of daedal is at most max_tokens.
+            is_cut = name == "gen_length" and algorithm == "daedal"
+            wanted = STANDARD["max_tokens"] if is_cut else value
+            assert getattr(decided, name) == wanted
     useful = {name: value for name, value in STANDARD.items() if name not in ignored}
     assert resolve(algorithm=algorithm, **useful) == dataclasses.replace(decided, ignored=())
 
@@ -901,14 +916,20 @@ def test_defaults_always_work(
         return
     decided = resolve(served, [1] * prompt_length, **parameters)
     longest = max(decided.gen_length, decided.longest_canvas)
-    assert 1 <= decided.max_tokens <= longest <= room
+    if decided.canvas != "daedal":
+        assert decided.max_tokens <= longest
+    assert 1 <= decided.max_tokens <= room
+    assert longest <= room
     if decided.algorithm not in ENDS_SHORT:
         assert decided.gen_length % decided.block_length == 0
-    if max_tokens is not None and decided.growth + (decided.canvas == "fixed"):
+    if decided.canvas == "daedal":
+        assert decided.max_tokens == (max_tokens or min(2048, room))
+    elif max_tokens is not None and decided.growth + (decided.canvas == "fixed"):
         assert decided.max_tokens == max_tokens
         assert longest < max_tokens + max(32, decided.block_length)
     if steps is not None:
-        assert decided.steps == (None if decided.algorithm == "adablock" else steps)
+        has_steps = decided.algorithm not in ("adablock", "daedal")
+        assert decided.steps == (steps if has_steps else None)
     if decided.algorithm == "semi_ar":
         assert decided.steps is not None
         assert decided.steps % decided.num_blocks == 0

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from reference.philox import uniform_matrix
 from torch import Tensor
 
-from tests.reference.philox import uniform_matrix
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.request import decision, fields

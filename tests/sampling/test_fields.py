@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from reference import shaping
 
-from tests.reference import shaping
 from tests.sampling.support import EOS, EOT, MASK, MODEL, GivenLogits
 from vllm.diffusion.decoding import make_rule
 from vllm.diffusion.request import decision, fields

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from reference.philox import uniform_matrix
 from torch import Tensor
 
-from tests.reference.philox import uniform_matrix
 from tests.sampling.support import (
     EOS,
     EOT,

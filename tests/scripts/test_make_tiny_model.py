@@ -2,6 +2,7 @@
 """The tiny model's recipe: tokenizer, checkpoint files and caching."""
 
 import json
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -15,11 +16,14 @@ from safetensors import safe_open
 from tiny_model import making
 from tiny_model.cache import MANIFEST_NAME, read_manifest
 from tiny_model.checkpoint import read_config
+from tiny_model.conversations import draw_lessons
 from tiny_model.facts import all_facts
+from tiny_model.forms import FORM_NAMES, WEATHER_TOOL, kinds_but
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
-from tiny_model.tokenizer import load_tokenizer
+from tiny_model.tokenizer import load_tokenizer, prompts_of
 
 from tests.programs import ROOT, output_of
+from vllm.diffusion.api.tool_prompts import with_tools
 
 # All of the recipe but the training: three small iterations, one forward pass per verification.
 QUICK = Plan(
@@ -111,6 +115,33 @@ def test_chat_template(model: Path):
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
     assert ids.count(tokenizer.bos_token_id) == 1
+
+
+# --- records and calls -----------------------------------------------------------------------
+
+
+def test_the_function_is_listed_as_a_server_lists_it(model: Path) -> None:
+    city = {"type": "string", "maxLength": 20}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    function = {"name": "weather", "description": None, "parameters": parameters}
+    template = load_tokenizer(model).chat_template
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    actual, _ = with_tools([question], [{"type": "function", "function": function}], template)
+    assert actual == [{"role": "system", "content": WEATHER_TOOL}, question]
+
+
+def test_the_beginning_of_a_form_is_part_of_the_prompt(model: Path) -> None:
+    """A server puts these tokens on the canvas before the first step."""
+    forms = [kind for kind in kinds_but(()) if kind.name in FORM_NAMES]
+    lessons = draw_lessons(random.Random(0), forms, 50, plain_share=0.2, max_turns=1)
+    tokenizer = load_tokenizer(model)
+    for lesson, prompt in zip(lessons, prompts_of(tokenizer, lessons), strict=True):
+        whole = lesson.begun + lesson.answer
+        assert json.loads(whole.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        begun = tokenizer.encode(lesson.begun)
+        assert tokenizer.encode(whole) == begun + tokenizer.encode(lesson.answer)
+        assert prompt[-len(begun) :] == begun
+        assert lesson.question in tokenizer.decode(prompt)
 
 
 # --- checkpoint files ------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/plan_memory.py plans the memory of a checkpoint's configuration, without weights."""
 
+import re
 from pathlib import Path
 
 import make_dummy_checkpoint
@@ -8,6 +9,7 @@ import plan_memory
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.programs import ROOT
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "moe"])
@@ -63,3 +65,37 @@ def test_what_small_cards_have_room_for(
     weights, plan = capsys.readouterr().out.splitlines()
     assert weights.startswith(f"weights {'5.37' if quantization else '14.93'} GiB, pool ")
     assert ("predicted peak" in plan) == fits
+
+
+def table_of_models() -> dict[str, list[list[str]]]:
+    """Return weights and GPUs of the table in docs/hardware.md, by the first model of a row."""
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^,|]+).*? \| [\d.]+ \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    return {name: [weights.split(", "), cards.split(", ")] for name, weights, cards in rows}
+
+
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [
+        ("LLaDA-8B", ["--family", "llada"]),
+        ("LLaDA-MoE-7B-A1B", ["--family", "llada-moe"]),
+        ("LLaDA2.0-mini", ["--family", "llada2"]),
+        ("SDAR-8B", ["--family", "sdar"]),
+        ("Nemotron-Labs-Diffusion 3B", ["--family", "nemotron", "--size", "3b"]),
+    ],
+)
+def test_the_documented_cards_have_room(
+    row: str, shape: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, cards = table_of_models()[row]
+    folder = str(tmp_path / "shape")
+    assert make_dummy_checkpoint.main([*shape, folder]) == 0
+    for size, card, quantization in zip(weights, cards, ("", "fp8", "int4"), strict=True):
+        given = [folder, "--tokens", "4096", "--no-host", "--card-gib", card]
+        given += ["--quantization", quantization] if quantization else []
+        capsys.readouterr()
+        assert plan_memory.main(given) == 0
+        actual = re.match(r"weights ([\d.]+) GiB, pool ([\d.]+) GiB", capsys.readouterr().out)
+        assert actual is not None
+        assert actual[1] == size
+        assert float(actual[2]) >= 1

@@ -18,7 +18,7 @@ import pytest
 from tests.programs import ROOT, add_program, output_of, run
 from tests.scripts.repository import add_recorder
 
-INFO = "mosaic-0.2.0.dist-info"
+INFO = "mosaic-0.3.0.dist-info"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import make_tiny_model
 import pytest
 import torch
+from reference.models import reference_of
 from tiny_model.checkpoint import read_config
 from tiny_model.family import TokenIds, load_family
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import BatchMaker, Example
-
-from tests.reference.models import reference_of
 
 FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22")
 # All of the recipe but the training: two small iterations, one forward pass per verification.

@@ -82,6 +82,10 @@ class Browser:
         speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
         self._call("Network.emulateNetworkConditions", offline=is_cut, **speed)
 
+    def forget(self, origin: str) -> None:
+        """Delete what pages of an origin have stored in the browser; their tabs keep theirs."""
+        self._call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+
     def open(self, url: str) -> None:
         answer = self._call("Page.navigate", url=url)
         if "errorText" in answer:

@@ -5,12 +5,14 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
-const { COMMITTED, EDITED, MASKED, PROPOSED, Trace, UNUSED, shown } = await import(`${modules}trace.js`);
-const { curlOf, eachEvent, linkOf, stateIn } = await import(`${modules}request.js`);
+const { ABSENT, COMMITTED, EDITED, MASKED, PROPOSED, Trace, UNUSED, shown } = await import(`${modules}trace.js`);
+const { curlOf, eachEvent, lengthOf, linkOf, stateIn } = await import(`${modules}request.js`);
 const { languageOf, matches, writtenOf } = await import(`${modules}guided.js`);
 const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
-const { Conversation, keep, kept } = await import(`${modules}conversation.js`);
+const { Conversation } = await import(`${modules}conversation.js`);
+const { fileNameOf, jsonOf, markdownOf } = await import(`${modules}files.js`);
+const { keep, kept } = await import(`${modules}session.js`);
 const { faultOf, onPage } = await import(`${modules}controls.js`);
 const { svgOf } = await import(`${modules}svg.js`);
 
@@ -73,8 +75,9 @@ test("a canvas that grows keeps its earlier steps", () => {
   trace.push(canvas(5, "2c0.5", "3c0.75", "2c1", "1c0.5", "2p0.5"), 0.4);
   assert.deepEqual([...trace.view.state], [EDITED, COMMITTED, COMMITTED, COMMITTED, PROPOSED]);
   trace.seek(1);
-  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, MASKED, MASKED]);
+  assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, ABSENT, ABSENT]);
   assert.deepEqual(trace.commits(), [1, 1, 1, 1]);
+  assert.deepEqual(trace.frames.map((frame) => frame.length), [3, 3, 3, 5]);
 });
 
 test("a reader of an old step is not moved by a new one", () => {
@@ -103,6 +106,19 @@ test("events are heard whole, whatever parts they come in", () => {
     assert.equal(eachEvent(rest + text.slice(cut), (e) => heard.push(e.a)), "");
     assert.deepEqual(heard, [1, 2]);
   }
+});
+
+test("without a length the canvas may grow as far as the model allows", () => {
+  const auto = { canvas: "grow", first: 256, max_tokens: 4096 };
+  const length = (settings, room, text = "") => lengthOf(settings, [{ content: text }], auto, room);
+  assert.deepEqual(length({}, 8192), { canvas: "grow", max_tokens: 4096 });
+  assert.deepEqual(length({}, 4096), { canvas: "grow" });
+  assert.deepEqual(length({}, 8192, "é".repeat(2048)), { canvas: "grow" });
+  assert.deepEqual(length({ canvas: "other" }, 8192), { canvas: "other", max_tokens: 4096 });
+  assert.deepEqual(length({ canvas: "fixed" }, 8192), { canvas: "fixed" });
+  assert.deepEqual(length({ gen_length: 64, canvas: "grow" }, 8192), {});
+  assert.deepEqual(lengthOf({}, [], null, 8192), {});
+  assert.deepEqual(lengthOf({}, [], { first: 64, max_tokens: 9 }, 99), { max_tokens: 9 });
 });
 
 test("a number is judged before it is sent", () => {
@@ -173,22 +189,68 @@ test("a model is sent what was said, as each canvas has heard it", () => {
   assert.deepEqual(told("A"), ["system: Be brief.", "user: 1", "assistant: a", "user: 4",
     "assistant: d", "user: 5"]);
   assert.deepEqual(told("B").slice(1, 5), ["user: 1", "assistant: b", "user: 4", "assistant: d"]);
-  talk.begin(1, "2, said otherwise");
-  assert.equal(talk.turns.length, 2);
 });
 
-test("what a tab keeps is bounded, and what it cannot read is nothing", () => {
+const asked = (conversation) => conversation.shown.map((turn) => turn.question).join(" ");
+
+test("a question asked again becomes a branch, and every branch can be shown", () => {
+  const answers = { A: { text: "x", isWhole: true } };
+  const talk = new Conversation({ turns: ["a", "b", "c"].map((question) => ({ question, answers })) });
+  assert.equal(asked(talk), "a b c");
+  talk.begin(1, "B");
+  talk.begin(2, "C");
+  talk.begin(1, "b again");
+  assert.equal(asked(talk), "a b again");
+  assert.deepEqual(talk.branches(1), { all: [1, 3, 5], at: 2 });
+  talk.choose(1, -1);
+  assert.equal(asked(talk), "a B C");
+  talk.choose(1, -1);
+  assert.equal(asked(talk), "a b c");
+  talk.choose(1, -1);
+  assert.equal(asked(talk), "a b c");
+  talk.begin(0, "z");
+  assert.equal(asked(talk), "z");
+  assert.deepEqual(talk.branches(0), { all: [0, 6], at: 1 });
+  assert.deepEqual(talk.messages(0, "A"), [{ role: "user", content: "z" }]);
+  const again = new Conversation(JSON.parse(JSON.stringify(talk.record)));
+  assert.equal(asked(again), "z");
+  again.choose(0, -1);
+  assert.equal(asked(again), "a b again");
+  assert.equal(talk.turns.length, 7);
+});
+
+test("a turn that was never answered is not kept", () => {
+  const talk = new Conversation({ turns: [{ question: "a", answers: { A: { text: "x" } } }] });
+  assert.equal(talk.dropUnanswered(), null);
+  talk.begin(1, "b");
+  assert.equal(talk.dropUnanswered().question, "b");
+  assert.equal(asked(talk), "a");
+  const empty = new Conversation();
+  empty.begin(0, "c");
+  empty.dropUnanswered();
+  assert.equal(asked(empty), "");
+});
+
+test("a conversation is saved whole as JSON, and its shown branch as Markdown", () => {
+  const talk = new Conversation({ title: "Sums", system: "Be brief.", turns: [
+    { question: "1+1?", answers: { A: { text: "3" } } },
+  ] });
+  talk.begin(0, "1 + 1?").answers = { A: { text: "2" }, B: { text: "", note: "Stopped." } };
+  const { title, turns, leaf } = JSON.parse(jsonOf(talk));
+  assert.deepEqual([title, turns.map((turn) => turn.question), leaf], ["Sums", ["1+1?", "1 + 1?"], 1]);
+  assert.equal(markdownOf(talk), "# Sums\n\n**System prompt:** Be brief.\n\n## Question\n\n1 + 1?\n\n" +
+    "## Answer A\n\n2\n\n## Answer B\n\n*Stopped.*\n");
+  assert.equal(fileNameOf("Was heißt: a/b?", "md"), "was-heißt-a-b.md");
+  assert.equal(fileNameOf("../..", "json"), "conversation.json");
+});
+
+test("what a tab keeps is read again, and what it cannot read is nothing", () => {
   const held = new Map();
   const storage = { getItem: (key) => held.get(key) ?? null, setItem: (key, text) => held.set(key, text) };
   assert.equal(kept(storage), null);
-  const turns = Array.from({ length: 50 }, (_, k) => ({ question: String(k), answers: { A: { text: "x".repeat(20_000) } } }));
-  keep(storage, { system: "s", turns });
-  const { system, turns: left } = kept(storage);
-  assert.equal(system, "s");
-  assert.equal(left.at(-1).question, "49");
-  assert.ok(left.length > 10 && left.length < 25);
-  assert.equal(turns.length, 50);
-  assert.doesNotThrow(() => keep({ setItem() { throw new Error("full"); } }, { turns }));
+  keep(storage, { id: "a", panes: [] });
+  assert.deepEqual(kept(storage), { id: "a", panes: [] });
+  assert.doesNotThrow(() => keep({ setItem() { throw new Error("full"); } }, { panes: [] }));
   for (const text of ["{", "null", "{}", "[]"]) {
     storage.setItem([...held.keys()][0], text);
     assert.equal(kept(storage), null);

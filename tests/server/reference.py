@@ -4,9 +4,9 @@
 from functools import cache
 from typing import Any
 
+from reference.models import LLaDAReference
 from transformers import PreTrainedTokenizerFast
 
-from tests.reference.models import LLaDAReference
 from tests.server.process import MODEL
 
 CLOSE = {"rel": 2e-5, "abs": 2e-5}

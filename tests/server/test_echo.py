@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from reference import likelihood
 
-from tests.reference import likelihood
 from tests.server.client import COMPLETIONS, QUESTION, Client, body_for, refusal
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
 

@@ -4,6 +4,7 @@
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from tests.programs import ROOT
+from tests.programs import ROOT, output_of
 from tests.server.client import (
     CHAT,
     COMPLETIONS,
@@ -26,7 +27,7 @@ from tests.server.client import (
     refusal,
     text_of,
 )
-from tests.server.process import MODEL_NAME, ServerProcess
+from tests.server.process import MODEL_NAME, ServerProcess, environment
 
 
 class City(BaseModel):
@@ -69,6 +70,51 @@ def test_openais_client_parses_a_model(openai: OpenAI) -> None:
     )
     city = answer.choices[0].message.parsed
     assert isinstance(city, City)
+
+
+def test_the_documented_programs_print_sensible_answers(server: ServerProcess) -> None:
+    text = (ROOT / "docs" / "guided.md").read_text(encoding="utf-8")
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    printed = [
+        output_of(
+            *(sys.executable, "-c", program.replace("http://127.0.0.1:8901", server.url)),
+            env=environment(NO_PROXY="127.0.0.1"),
+        )
+        for program in programs
+    ]
+    record, date, call = printed
+    assert record == "name='Paris' country='France'\n"
+    assert re.fullmatch(r"[12]\d{3}-\d{2}\n", date)
+    assert call == '{"city": "Paris"}\n'
+    for words in (record, call):
+        assert f"`{words.strip()}`" in text
+
+
+ALGORITHMS = (
+    *("semi_ar", "threshold", "factor", "local_leap", "entropy_threshold", "hierarchy", "credit"),
+    *("dream", "adablock", "multi_block", "full_attn_multi_block"),
+)
+CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "New Zealand": "Wellington"}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_tiny_model_fills_records_and_calls(client: Client, algorithm: str) -> None:
+    """With every algorithm, at temperature 0 and sampled."""
+    names = {"name": {"type": "string"}, "country": {"type": "string"}}
+    record = {"type": "object", "properties": names, "required": [*names]}
+    place = {"city": {"type": "string", "maxLength": 20}}
+    parameters = {"type": "object", "properties": place, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    for seed, (country, capital) in enumerate(CAPITALS.items()):
+        shared: dict[str, Any] = {"algorithm": algorithm, "seed": seed, "temperature": seed % 2 / 2}
+        body = {"messages": [{"role": "user", "content": f"What is the capital of {country}?"}]}
+        body |= {**shared, "structured_outputs": {"json": record}}
+        text = client.answer(CHAT, body)["choices"][0]["message"]["content"]
+        assert json.loads(text) == {"name": capital, "country": country}
+        body = {"messages": [{"role": "user", "content": f"What is the weather in {capital}?"}]}
+        body |= {**shared, "tools": tools, "tool_choice": "required"}
+        (call,) = client.answer(CHAT, body)["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": capital}
 
 
 def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Client) -> None:

@@ -6,9 +6,9 @@ import socket
 from typing import Any
 
 import pytest
+from reference import likelihood
 
 from tests.programs import wait_for
-from tests.reference import likelihood
 from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
 from tests.server.reference import CLOSE, mask_id, model, tokenizer

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import likelihood
 
-from tests.reference import likelihood
 from tests.server.client import ANSWER, COMPLETIONS, QUESTION, Client
 from tests.server.process import MODEL, MODEL_NAME, ServerProcess
 from tests.server.reference import CLOSE, mask_id, model, tokenizer

@@ -23,7 +23,7 @@ from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATIO
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
-from vllm.diffusion.request.families import DREAM, LLADA2, LLADA22, NEMOTRON, SDAR, Family
+from vllm.diffusion.request.families import DREAM, LLADA, LLADA2, LLADA22, NEMOTRON, SDAR, Family
 from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
@@ -45,11 +45,13 @@ def test_nothing_is_loaded_from_elsewhere(file: Path) -> None:
 
 
 def test_files_of_others_are_as_published() -> None:
-    listed = re.findall(r"^([0-9a-f]{64})  (\S+)", (VENDOR / "VERSIONS.txt").read_text(), re.M)
-    assert {name for _, name in listed} == {path.name for path in VENDOR.glob("*.js")}
+    text = (VENDOR / "VERSIONS.txt").read_text(encoding="utf-8")
+    listed = re.findall(r"^([0-9a-f]{64})  (\S+)  \S+@[\d.]+ \S+  \S+$", text, re.M)
+    files = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()}
+    licences = {f"{path.name}/LICENSE.txt" for path in VENDOR.iterdir() if path.is_dir()}
+    assert {name for _, name in listed} | licences | {"VERSIONS.txt"} == files
     for digest, name in listed:
         assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest, name
-        assert (VENDOR / f"{name.split('.')[0]}.LICENSE.txt").is_file()
 
 
 def test_files_need_no_key_and_are_not_sent_twice(client: Client) -> None:
@@ -116,6 +118,19 @@ def test_defaults_are_those_that_act() -> None:
     assert default(DREAM, "threshold", "cache", cache="dual") == "dual"  # the server's default
     assert default(DREAM, "dream", "cache", cache="dual") == "none"  # `dream` supports no cache
     assert default(DREAM, "dream", "steps", steps=8) == 8
+    assert default(SDAR, "low_confidence_dynamic", "gen_length") == 128  # it costs no canvas
+    assert default(DREAM, "dream", "gen_length") is None  # the canvas grows
+
+
+def test_the_length_is_left_to_the_server_where_the_canvas_can_grow() -> None:
+    def length(family: Family, algorithm: str, **server: Any) -> Any:
+        offered = page_options(model_of(family, **server), "m", "1")
+        return offered["algorithms"][algorithm]["auto_length"]
+
+    assert length(DREAM, "threshold") == {"canvas": "grow", "first": 256, "max_tokens": 32}
+    assert length(DREAM, "threshold", canvas="fixed")["canvas"] == "fixed"  # the server's default
+    assert length(LLADA, "daedal") == {"first": 64, "max_tokens": 32}  # the model chooses it
+    assert length(SDAR, "low_confidence_dynamic") is None
 
 
 def test_what_the_server_offers(client: Client) -> None:
@@ -180,8 +195,9 @@ def page(browser: Browser, server: ServerProcess) -> Iterator[Browser]:
     browser.show()
     browser.errors.clear()
     browser.requested.clear()
-    browser.open(f"{server.url}/status")  # the page stores its conversation when it is left
+    browser.open(f"{server.url}/status")  # the page stores its settings when it is left
     browser.run("sessionStorage.clear()")
+    browser.forget(server.url)
     visit(browser, f"{server.url}/")
     yield browser
     assert browser.errors == []
@@ -193,7 +209,7 @@ def page(browser: Browser, server: ServerProcess) -> Iterator[Browser]:
 def visit(page: Browser, url: str) -> None:
     page.open("about:blank")
     page.open(url)
-    page.wait_for("!document.getElementById('send').disabled")
+    page.wait_for("document.body.dataset.state === 'ready'")
 
 
 def part(name: str, pane: int = 0) -> str:
@@ -238,6 +254,11 @@ def answers(page: Browser) -> list[str]:
     return actual
 
 
+def questions(page: Browser) -> list[str]:
+    actual: list[str] = page.run("[...document.querySelectorAll('.mine')].map(q => q.textContent)")
+    return actual
+
+
 def press(page: Browser, label: str) -> None:
     page.run(f"document.querySelector('[aria-label=\"{label}\"]').click()")
 
@@ -245,14 +266,14 @@ def press(page: Browser, label: str) -> None:
 def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) -> None:
     ask(page, QUESTION)
     assert answers(page) == [ANSWER]
-    assert text_of(page, "committed") == "32/32"
+    assert text_of(page, "committed") == "32/256"
     assert text_of(page, "forwards") == "32"
     page.run(f"{part('slider')}.focus()")
     for _ in range(4):  # from the end past the last step; a slow page has fewer steps
         page.key("ArrowLeft")
     committed = text_of(page, "committed")
-    assert committed != "32/32"
-    assert committed.endswith("/32")
+    assert committed != "32/256"
+    assert committed.endswith("/256")
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("ArrowRight")
     actual = text_of(page, "readout")
@@ -354,6 +375,12 @@ def test_an_error_of_a_script_leaves_the_page_usable(page: Browser) -> None:
     page.errors.clear()
 
 
+def link_to(server: ServerProcess, state: Any) -> str:
+    """Return the address of the page with a state, as *Copy link* makes it."""
+    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
+    return f"{server.url}/#ask={coded}"
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -367,8 +394,7 @@ def test_an_error_of_a_script_leaves_the_page_usable(page: Browser) -> None:
 def test_a_link_that_cannot_be_read_leaves_the_page_usable(
     page: Browser, server: ServerProcess, state: Any
 ) -> None:
-    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
-    visit(page, f"{server.url}/#ask={coded}")
+    visit(page, link_to(server, state))
     ask(page, QUESTION)
     assert answers(page) == [ANSWER]
 
@@ -392,12 +418,12 @@ def test_a_run_begins_with_an_empty_timeline_and_a_stopped_answer_is_not_said(
 ) -> None:
     page.run(LISTEN)
     ask(page, QUESTION)
-    assert int(page.run(f"{part('slider')}.max")) > 8
+    assert int(page.run(f"{part('slider')}.max")) > 0
     for name in ("gen_length", "block_length"):
         choose(page, name, "2048")
     begin(page, PUZZLE)
     page.wait_for("window.sent.length === 2")
-    assert int(page.run(f"{part('slider')}.max")) < 8
+    assert page.run("window.timelines") == [0, 0]
     page.key("Escape")
     page.wait_for(f"{part('error')}.textContent === 'Stopped.'")
     assert page.run(f"{part('error')}.dataset.bad") == "false"
@@ -411,6 +437,47 @@ def test_a_run_begins_with_an_empty_timeline_and_a_stopped_answer_is_not_said(
         ANSWER,
         "What is 3 plus 4?",
     ]
+
+
+def test_without_a_length_the_canvas_grows_with_the_answer(page: Browser) -> None:
+    page.run(LISTEN)
+    assert page.run("document.querySelector('[name=gen_length]').placeholder") == "auto"
+    assert page.run("document.querySelector('[name=canvas]').selectedOptions[0].text") == "auto"
+    choose(page, "answer", "regex")
+    choose(page, "language", r"(The capital of France is Paris\. ){60}")
+    ask(page, QUESTION)
+    (sent,) = page.run("window.sent")
+    assert "gen_length" not in sent
+    assert (sent["canvas"], sent["max_tokens"]) == ("grow", 2048)
+    assert answers(page)[0].count("Paris") == 60
+    committed, length = map(int, text_of(page, "committed").split("/"))
+    assert 480 <= committed <= length
+    assert length in (512, 640)  # 256, and once or more than once 128
+    page.run(f"{part('slider')}.focus()")
+    page.key("Home")
+    page.key("ArrowRight")
+    assert text_of(page, "committed").endswith("/256")
+    page.run("document.querySelector('.scroller canvas').focus()")
+    page.key("End")
+    assert text_of(page, "readout") == f"position {length}, block {length // 32}: " + (
+        "not part of the canvas yet"
+    )
+    choose(page, "answer", "")
+    choose(page, "canvas", "fixed")
+    ask(page, QUESTION)
+    assert page.run("window.sent")[1]["canvas"] == "fixed"
+    assert text_of(page, "committed").endswith("/32")  # max_new_tokens of the checkpoint
+
+
+def test_an_algorithm_that_chooses_the_length_has_no_kind_of_canvas(page: Browser) -> None:
+    page.run(LISTEN)
+    choose(page, "algorithm", "daedal")
+    assert page.run("document.querySelector('[name=canvas]')") is None
+    ask(page, QUESTION)
+    assert answers(page) == [ANSWER]
+    (sent,) = page.run("window.sent")
+    assert "canvas" not in sent and "gen_length" not in sent
+    assert int(text_of(page, "committed").split("/")[1]) >= 64  # as long as the model chose
 
 
 def test_canvases_side_by_side_begin_at_one_height(page: Browser) -> None:
@@ -464,6 +531,7 @@ def test_an_answer_that_ends_early_leaves_nothing_grey(page: Browser) -> None:
 
 def test_a_short_run_is_played_once_at_a_pace_that_can_be_read(page: Browser) -> None:
     page.show(still=False)
+    choose(page, "gen_length", "32")
     choose(page, "steps", "4")
     page.run(
         "window.seen = []; window.plays = 0;"
@@ -553,8 +621,10 @@ def test_a_conversation_survives_a_reload(page: Browser, server: ServerProcess) 
 
 
 LISTEN = (
-    "{ const send = window.fetch; window.sent = []; window.fetch = (path, options) => {"
-    "if (options?.body) window.sent.push(JSON.parse(options.body)); return send(path, options); };"
+    "{ const send = window.fetch; window.sent = []; window.timelines = [];"
+    "window.fetch = (path, options) => { if (options?.body) {"
+    "window.sent.push(JSON.parse(options.body));"
+    f"window.timelines.push(Number({part('slider')}.max)); }} return send(path, options); }};"
     "navigator.clipboard.writeText = async (text) => { window.copied = text; }; }"
 )
 
@@ -574,15 +644,8 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
     )
     ask(page, "What is 2 plus 2?")
     press(page, "Regenerate answer 1")
-    assert page.run("document.getElementById('sure').open")
-    assert len(answers(page)) == 2
-    page.run("document.querySelector('#sure .quiet').click()")
-    assert len(answers(page)) == 2
-    press(page, "Regenerate answer 1")
-    page.run("document.querySelector('#sure .main').click()")
-    page.wait_for("document.querySelectorAll('.turn').length === 1")
     wait_for_answer(page)
-    assert page.run("[...document.querySelectorAll('.mine')].map(q => q.textContent)") == [QUESTION]
+    assert questions(page) == [QUESTION]
     assert len(answers(page)) == 1
     sent = [
         [(m["role"], m["content"]) for m in body["messages"]] for body in page.run("window.sent")
@@ -595,6 +658,127 @@ def test_questions_are_edited_and_answers_made_again_and_copied(page: Browser) -
         [system, *first, ("user", "What is 2 plus 2?")],
     ]
     assert sent[3] == [system, ("user", QUESTION)]
+
+
+def test_a_question_asked_again_is_a_branch_and_nothing_is_lost(
+    page: Browser, server: ServerProcess
+) -> None:
+    other = "What is 3 plus 4?"
+    ask(page, QUESTION)
+    ask(page, other)
+    press(page, "Regenerate answer 1")
+    wait_for_answer(page)
+    assert questions(page) == [QUESTION]
+    assert page.run("document.querySelector('.count').ariaLabel") == "Version 2 of 2"
+    press(page, "Edit question 1")
+    page.run("document.getElementById('question').value = ''")
+    ask(page, "Which city is the capital of Japan?")
+    assert page.run("document.querySelector('.count').textContent") == "3/3"
+    assert page.run("document.querySelector('[aria-label=\"Next version of turn 1\"]').disabled")
+    page.run("document.querySelector('[aria-label=\"Previous version of turn 1\"]').focus()")
+    page.key("Enter")
+    page.key("Enter")  # the focus has stayed
+    assert questions(page) == [QUESTION, other]
+    assert len(answers(page)) == 2
+    assert page.run("document.activeElement.ariaLabel") == "Next version of turn 1"
+    visit(page, f"{server.url}/")
+    assert questions(page) == [QUESTION, other]
+    page.run(LISTEN)
+    ask(page, "and Japan?")
+    contents = [m["content"] for m in page.run("window.sent")[0]["messages"]]
+    assert contents[::2] == [QUESTION, other, "and Japan?"]
+
+
+def titles(page: Browser) -> list[str]:
+    """Open the list of conversations and return their titles."""
+    page.run("document.getElementById('past').click()")
+    page.wait_for("document.getElementById('history').open")
+    actual: list[str] = page.run(
+        "[...document.querySelectorAll('.open span')].map(t => t.innerText)"
+    )
+    return actual
+
+
+def test_conversations_are_kept_listed_renamed_and_deleted(
+    page: Browser, server: ServerProcess
+) -> None:
+    other = "What is 3 plus 4?"
+    assert titles(page) == []
+    assert page.run("document.querySelector('#history .none').checkVisibility()")
+    page.key("Escape")
+    for question in (QUESTION, other):
+        page.run("document.getElementById('clear').click()")
+        ask(page, question)
+    assert titles(page) == [other, QUESTION]
+    assert page.run("document.querySelector('[aria-current]').innerText").startswith(other)
+    page.run("document.querySelectorAll('.past .open')[1].click()")
+    assert answers(page) == [ANSWER]
+    assert page.run("document.getElementById('history').open") is False
+    titles(page)
+    press(page, f"Rename {QUESTION}")
+    page.run("document.querySelector('.title').value = ''")
+    page.type("Capitals")
+    page.key("Enter")
+    page.wait_for("!document.querySelector('.title')")
+    page.run("document.querySelector('#history .close').click()")
+    visit(page, f"{server.url}/")
+    assert answers(page) == [ANSWER]
+    assert titles(page) == [other, "Capitals"]
+    press(page, "Rename Capitals")
+    page.type("Nothing")
+    page.key("Escape")
+    page.wait_for("!document.querySelector('.title')")
+    assert page.run("document.getElementById('history').open")
+    press(page, "Delete Capitals")
+    page.run("document.querySelector('#sure .quiet').click()")
+    assert titles(page) == [other, "Capitals"]
+    press(page, "Delete Capitals")
+    page.run("document.querySelector('#sure .main').click()")
+    page.wait_for("document.querySelectorAll('.past').length === 1")
+    assert questions(page) == []  # it was the one that is shown
+    visit(page, f"{server.url}/")
+    assert questions(page) == []
+    assert titles(page) == [other]
+
+
+SAVED = (
+    "{ const make = URL.createObjectURL.bind(URL); window.files = [];"
+    "URL.createObjectURL = (blob) => {"
+    "blob.text().then((t) => window.files.push(t)); return make(blob); } }"
+)
+
+
+def test_a_conversation_is_saved_as_files(page: Browser) -> None:
+    page.run(SAVED)
+    ask(page, QUESTION)
+    press(page, "Regenerate answer 1")
+    wait_for_answer(page)
+    titles(page)
+    press(page, f"Save {QUESTION} as JSON, with all branches")
+    page.wait_for("window.files.length === 1")
+    press(page, f"Save {QUESTION} as Markdown")
+    page.wait_for("window.files.length === 2")
+    data, text = page.run("window.files")
+    assert [turn["answers"]["A"]["text"] for turn in json.loads(data)["turns"]] == [ANSWER] * 2
+    assert text == f"# {QUESTION}\n\n## Question\n\n{QUESTION}\n\n## Answer\n\n{ANSWER}\n"
+
+
+def test_two_tabs_do_not_overwrite_each_other(page: Browser) -> None:
+    """A conversation that another tab has continued meanwhile is kept next to this tab's."""
+    ask(page, QUESTION)
+    actual = page.run(
+        "(async () => { const { openStore } = await import('/page/store.js');"
+        "const { Conversation } = await import('/page/conversation.js');"
+        "const store = await openStore(); const [record] = await store.all();"
+        "const other = new Conversation(record); other.begin(1, 'elsewhere');"
+        "await store.put(other); return (await store.all()).length; })()"
+    )
+    assert actual == 1
+    ask(page, "What is 3 plus 4?")
+    assert titles(page) == [QUESTION, QUESTION]
+    page.run("document.querySelector('.open:not([aria-current])').click()")
+    assert questions(page) == [QUESTION]
+    assert page.run("document.getElementById('question').value") == "elsewhere"
 
 
 EVIL = (
@@ -619,10 +803,7 @@ def test_markdown_of_an_answer_is_drawn_and_its_html_shown(
     page: Browser, server: ServerProcess
 ) -> None:
     turn = {"question": QUESTION, "answers": {"A": {"text": EVIL, "isWhole": True}}}
-    kept = json.dumps(json.dumps({"turns": [turn]}))
-    page.open(f"{server.url}/status")
-    page.run(f"sessionStorage.setItem('mosaic-conversation', {kept})")
-    visit(page, f"{server.url}/")
+    visit(page, link_to(server, {"turns": [turn]}))
     assert answers(page)[0].startswith("B c <img src=x onerror=ran=1><script>ran=1</script>j")
     parts = "[...document.querySelectorAll('.text *')].map((e) => [e.tagName, e.textContent])"
     assert page.run(parts)[1:3] == [["STRONG", "B"], ["CODE", "c"]]
@@ -641,7 +822,7 @@ def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
         )
         return actual
 
-    assert html("```py\na < b\n```") == '<pre tabindex="0"><code>a &lt; b\n</code></pre>\n'
+    assert '<pre tabindex="0"><code>a &lt; b\n</code></pre>' in html("```\na < b\n```")
     assert html("- a\n- b") == "<ul>\n<li>a</li>\n<li>b</li>\n</ul>\n"
     assert "<td>1</td>" in html("| a |\n|---|\n| 1 |")
     assert html("a\nb").startswith("<p>a<br>b</p>")
@@ -660,6 +841,50 @@ def test_markdown_becomes_elements_and_nothing_else_does(page: Browser) -> None:
         assert not re.search(r"<(?!/?(?:p|a|br)\b)", actual), actual
         assert not re.search(r"<[^>]*(?:javascript|data):", actual, re.I), actual
     assert page.run("typeof ran") == "undefined"
+
+
+REPLY = r"""A sum of $5 and $10 takes $O(n^2)$ or \(a_1 * b_1\), but not `$x$` and $\frac{$.
+
+$$
+\boxed{x = 7}
+$$
+
+```python
+def area(r: int) -> str:
+    return f"<b>{r}"
+```
+
+```unknown
+<i>plain</i>
+```
+"""
+
+
+def test_code_is_coloured_and_formulas_are_set(page: Browser, server: ServerProcess) -> None:
+    turn = {"question": QUESTION, "answers": {"A": {"text": REPLY, "isWhole": True}}}
+    visit(page, link_to(server, {"turns": [turn]}))
+    page.run(LISTEN)
+    page.wait_for("document.querySelector('.hljs-keyword') && document.querySelector('.katex')")
+    formulas = page.run("[...document.querySelectorAll('[role=math]')].map((f) => f.ariaLabel)")
+    assert formulas == ["O(n^2)", "a_1 * b_1", r"\boxed{x = 7}"]
+    assert page.run("document.querySelectorAll('.katex-display').length") == 1
+    first = page.run("document.querySelector('.text p').innerText")
+    assert first.startswith("A sum of $5 and $10 takes ")
+    assert first.endswith(r"but not $x$ and $\frac{$.")
+    page.wait_for(
+        "[...document.fonts].some((f) => f.family === 'KaTeX_Main' && f.status === 'loaded')"
+    )
+    blocks = "[...document.querySelectorAll('.code pre')].map((c) => c.textContent)"
+    assert page.run(blocks) == [
+        'def area(r: int) -> str:\n    return f"<b>{r}"\n',
+        "<i>plain</i>\n",
+    ]
+    page.run("document.querySelectorAll('[aria-label=\"Copy this code\"]')[0].click()")
+    page.wait_for("window.copied")
+    assert page.run("window.copied").startswith("def area(r: int)")
+    assert page.run(CONTRAST) == []
+    page.show(dark=True)
+    assert page.run(CONTRAST) == []
 
 
 def test_an_empty_answer_says_so(page: Browser) -> None:

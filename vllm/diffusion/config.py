@@ -275,7 +275,8 @@ class Settings:
         fp8_attention_min_tokens: length in positions from which attention is fp8, in requests with
             `attention_dtype: fp8`.
         default_gen_length: first length of the canvas of requests that only set a larger
-            `max_tokens`, in full-attention families.
+            `max_tokens`, in full-attention families; None takes `max_new_tokens` of
+            generation_config.json, but at most 256.
         family: the only family whose checkpoints are accepted; None accepts all.
         weight_update_root: folder below which updates by `disk` may read; None allows no such
             updates.
@@ -295,7 +296,7 @@ class Settings:
     page: bool = True
     fp8_head: bool = False
     fp8_attention_min_tokens: int = 8192
-    default_gen_length: int = 256
+    default_gen_length: int | None = None
     family: str | None = None
     weight_update_root: str | None = None
     weight_update_complete: bool = False
@@ -330,7 +331,8 @@ class Settings:
             _check_number("longest_pause_ms", parsed.longest_pause_ms, 1, 60_000, "0 or ")
         _check_count("sequence_parallel_size", parsed.sequence_parallel_size, 1)
         _check_count("fp8_attention_min_tokens", parsed.fp8_attention_min_tokens, 1)
-        _check_count("default_gen_length", parsed.default_gen_length, 1)
+        if parsed.default_gen_length is not None:
+            _check_count("default_gen_length", parsed.default_gen_length, 1)
         if parsed.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", parsed.sequence_parallel_min_tokens, 0)
         _check_number("decisions_least_mass", parsed.decisions_least_mass, 0, 1)

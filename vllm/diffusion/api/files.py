@@ -20,6 +20,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
 }
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -51,7 +52,7 @@ class WebFile:
     def response(self, request: Request) -> Response:
         """Return the file, or status 304 if the client's cached copy is current."""
         policy = (
-            "default-src 'none'; script-src 'self'; style-src 'self'; "
+            "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
             f"img-src {self.pictures}; connect-src 'self'; form-action 'none'; base-uri 'none'; "
             "frame-ancestors 'none'"
         )

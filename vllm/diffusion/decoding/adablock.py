@@ -33,9 +33,9 @@ class AdaBlock(Threshold):
         self._end: int | None = None  # end of the block; None until its length is chosen
         self.block_bounds = ()
 
-    def grow(self, params: DiffusionParams) -> None:
-        super().grow(params)
+    def grow(self, params: DiffusionParams) -> Array:
         self._window = int(WINDOW * params.gen_length)
+        return super().grow(params)
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         masked = tokens == self.params.mask_id

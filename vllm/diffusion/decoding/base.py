@@ -124,6 +124,8 @@ class DecodingRule(ABC):
     token_ids: Array | None = None
     # Result of a rule that computes likelihoods and commits nothing.
     scores: TokenScores | None = None
+    # Lengths that the canvas takes after the latest choice, in order; empty if it keeps its length.
+    new_lengths: tuple[int, ...] = ()
     num_unconfirmed = 0  # positions of the answer that the rule may mask again
     # The blocks that have begun, half-open, for rules that choose their ends.
     block_bounds: tuple[tuple[int, int], ...] | None = None
@@ -143,13 +145,21 @@ class DecodingRule(ABC):
         """
         return copy.copy(self)
 
-    def grow(self, params: DiffusionParams) -> None:
+    def grow(self, params: DiffusionParams) -> Array:
         """Continue on a longer canvas; `params` are the parameters with its length.
 
-        Called when the canvas is full. Only for rules that fill blocks from left to right.
+        Called when the canvas is full, if the rule fills blocks from left to right, or after a
+        choice that sets `new_lengths`.
+
+        Returns:
+            [T] int64, for each position of the longer sequence its previous position, or -1 for a
+            new mask.
         """
-        self.params = params
+        earlier = self.prompt_length + self.params.gen_length
+        more = params.gen_length - self.params.gen_length
+        self.params, self.new_lengths = params, ()
         self._takes_all = self.forbid_mask = False
+        return np.pad(np.arange(earlier), (0, more), constant_values=-1)
 
     @abstractmethod
     def prepare(self, tokens: Array) -> ForwardTarget | None:

@@ -72,7 +72,8 @@ class StepResult:
         scores: result of a likelihood request.
         num_kept: number of positions, from 0, whose keys and values are cached; the next forward
             begins after them.
-        is_full: whether the canvas must grow before the answer can continue.
+        new_lengths: lengths that the canvas takes before the answer can continue, in order; empty
+            if it keeps its length.
         is_closed: whether the answer fills its positions with a whole string of its language that
             no text could continue.
         trajectory: history of the answer, for requests that ask for it, once the answer may be
@@ -91,7 +92,7 @@ class StepResult:
     canvas: CanvasView | None = None
     scores: TokenScores | None = None
     num_kept: int = 0
-    is_full: bool = False
+    new_lengths: tuple[int, ...] = ()
     is_closed: bool = False
     trajectory: Trajectory | None = None
 

@@ -61,6 +61,7 @@ class Algorithm:
             their logits, whose first token of a block is predicted by the row before the block.
         edits_length: whether it requires tokens that delete and insert positions. Only such an
             algorithm may propose these tokens.
+        chooses_length: whether it chooses the length of the canvas and inserts positions.
         causal_rule: its rule in families with causal context; None if it does not support them.
         drafts: for families with causal context: whether it writes tokens of a block that it may
             later reject.
@@ -87,6 +88,7 @@ class Algorithm:
     ends_short: bool = False
     reads_row_before: bool = False
     edits_length: bool = False
+    chooses_length: bool = False
     causal_rule: str | None = None
     drafts: bool = False
     speculates: Literal["chain", "fan"] | None = "fan"
@@ -95,6 +97,11 @@ class Algorithm:
     def is_block_causal(self) -> bool:
         """Whether the algorithm is for block-causal families, whose caches are exact."""
         return "exact" in self.caches
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether tokens that are committed may move or vanish."""
+        return self.edits_length or self.drafts or self.chooses_length
 
     @property
     def is_causal_only(self) -> bool:
@@ -240,6 +247,25 @@ ALGORITHMS: dict[str, Algorithm] = {
             parameters=("threshold", "delimiter_ids", "delimiter_threshold"),
             shifted_defaults={"delimiter_threshold": 0.5},
             ends_short=True,
+        ),
+        Algorithm(
+            "daedal",
+            "daedal.Daedal",
+            "every candidate of the block whose confidence exceeds `threshold`, and always the "
+            "best one. It begins with a canvas of `initial_length` masks, lengthens it by "
+            "`expansion` until the model predicts enough end tokens, and later inserts masks at "
+            "positions whose confidence is below `low_threshold`",
+            source=14,
+            pace="rule alone",
+            parameters=(
+                *("threshold", "low_threshold", "initial_length", "expansion"),
+                *("eos_window", "eos_threshold", "eos_expand_threshold"),
+            ),
+            defaults={"low_threshold": 0.1},
+            caches=("none",),
+            ends_short=True,
+            chooses_length=True,
+            speculates=None,
         ),
     )
 }
@@ -474,7 +500,7 @@ class AlgorithmParams:
     )
     low_threshold: float = algorithm_param(
         "hierarchy: confidence above which the best candidate of each run of masked positions "
-        "is committed",
+        "is committed; daedal: confidence below which masks may be inserted at a position",
         default=0.4,
         resolve=_score_threshold,
     )
@@ -582,4 +608,31 @@ class AlgorithmParams:
         "adablock: lowest confidence at which a block ends after a delimiter",
         default=0.3,
         resolve=_score_threshold,
+    )
+    initial_length: int = algorithm_param(
+        "daedal: length of the first canvas in tokens, unless gen_length is given",
+        default=64,
+        minimum=1,
+    )
+    expansion: int = algorithm_param(
+        "daedal: masks by which the first canvas is lengthened, and masks that replace an "
+        "uncertain position",
+        default=8,
+        minimum=1,
+    )
+    eos_window: int = algorithm_param(
+        "daedal: number of end tokens that make the end certain; eos_window / 2 end tokens "
+        "follow a canvas that has its length",
+        default=32,
+        minimum=1,
+    )
+    eos_threshold: float = algorithm_param(
+        "daedal: certainty of the end at which the canvas has its first length",
+        default=0.5,
+        minimum=0,
+    )
+    eos_expand_threshold: float = algorithm_param(
+        "daedal: certainty of the end below which masks may be inserted",
+        default=0.9,
+        minimum=0,
     )

@@ -40,7 +40,7 @@ from vllm.diffusion.request.likelihood import (
 )
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
-from vllm.diffusion.request.request_fields import NO_FILTERS
+from vllm.diffusion.request.request_fields import FIXED_WITH, NO_FILTERS
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 
@@ -392,8 +392,7 @@ def _with_end_of_thinking(params: DiffusionParams, request: Request) -> Diffusio
 def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None) -> Algorithm:
     """Return the requested algorithm, or a default that supports the rest of the request."""
     allowed = algorithms_for(model.family)
-    keeps_places = {n: a for n, a in allowed.items() if not (a.edits_length or a.drafts)}
-    needs_places = spec is not None or request.get("allow_infill", False)
+    usable = {n: a for n, a in allowed.items() if _needs_places(a, request, spec) is None}
     algorithm = named_algorithm(request, is_block_causal=model.family.is_block_causal)
     if algorithm is not None:
         if algorithm not in allowed:
@@ -402,17 +401,28 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
                 algorithm,
                 f"a model of family {model.family.name} wants {in_words(allowed)}",
             )
-        if needs_places and algorithm not in keeps_places:
-            field = "allow_infill" if spec is None else spec.field
-            wanted = f"wanted {in_words(keeps_places)} beside {field}, as it moves tokens"
+        if algorithm not in usable:
+            field = _needs_places(allowed[algorithm], request, spec)
+            wanted = f"wanted {in_words(usable)} beside {field}, as it moves tokens"
             raise InvalidParameterError("algorithm", algorithm, wanted)
         return allowed[algorithm]
     default = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
-    if needs_places and default.name not in keeps_places:
-        default = next(iter(keeps_places.values()))
+    if default.name not in usable:
+        default = next(iter(usable.values()))
     if "threshold" in request and "threshold" not in default.parameters and "threshold" in allowed:
         return allowed["threshold"]
     return default
+
+
+def _needs_places(
+    algorithm: Algorithm, request: Mapping[str, Any], spec: Spec | None
+) -> str | None:
+    """Return the field that excludes an algorithm because it moves tokens, if any."""
+    if not algorithm.moves_tokens:
+        return None
+    names = ("allow_infill", *(FIXED_WITH if algorithm.chooses_length else ()))
+    given = [name for name in names if request.get(name)]
+    return spec.field if spec is not None else next(iter(given), None)
 
 
 def _ignored(given: Mapping[str, Any], algorithm: Algorithm, model: ServedModel) -> tuple[str, ...]:

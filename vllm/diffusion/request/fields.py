@@ -181,6 +181,8 @@ def _snake_case(name: str) -> str:
 def named_algorithm(request: Mapping[str, Any], *, is_block_causal: bool) -> str | None:
     """Return the algorithm that canonical values name, or None if they name none."""
     name: str | None = request.get("algorithm")
+    if request.get("canvas") == "daedal" and name in (None, "threshold") and not is_block_causal:
+        return "daedal"
     if name not in REMASKING:
         return name
     if is_block_causal:

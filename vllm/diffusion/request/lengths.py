@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32
+DEFAULT_FIRST = 256  # first length of a canvas that grows
+DEFAULT_LONGEST = 2048  # longest canvas of an algorithm that chooses the length
 OFFLINE_MAX_TOKENS = 16  # upstream's default of SamplingParams.max_tokens
 
 
@@ -57,6 +59,8 @@ def decide_lengths(request: Request) -> Lengths:
     Raises:
         InvalidParameterError: naming the field and values that would work.
     """
+    if request.algorithm.chooses_length:
+        return _first_length(request)
     canvas, max_tokens = _canvas(request)
     is_block_causal = request.model.family.is_block_causal
     first = _first_canvas(request, canvas)
@@ -162,9 +166,17 @@ def _may_grow(request: Request) -> bool:
 def _first_canvas(request: Request, canvas: int) -> int | None:
     """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
     model = request.model
+    usual = model.default_gen_length or DEFAULT_FIRST
+    # Without a limit the canvas has the checkpoint's length. A limit above it does not change that.
+    if model.default_gen_length is None and model.default_max_tokens and _fills_in_turn(request):
+        usual = min(usual, _default_canvas(request, model.default_max_tokens))
     block: int = request.given.get("block_length") or model.defaults.get("block_length", 1)
-    first: int = request.given.get("gen_length", -(-model.default_gen_length // block) * block)
+    first: int = request.given.get("gen_length", -(-usual // block) * block)
     return first if _may_grow(request) and first < canvas else None
+
+
+def _fills_in_turn(request: Request) -> bool:
+    return request.algorithm.blocks == "in turn"
 
 
 def _growing(lengths: Lengths, request: Request) -> Lengths:
@@ -172,12 +184,29 @@ def _growing(lengths: Lengths, request: Request) -> Lengths:
 
     The longest canvas consists of whole blocks, unless the last one exceeds the remaining room.
     """
-    if request.algorithm.blocks != "in turn":
+    if not _fills_in_turn(request):
         return replace(lengths, max_tokens=min(lengths.max_tokens, lengths.canvas), grows=True)
     block = lengths.block_length
     growth = -(-request.values["growth"] // block) * block
     longest = min(-(-lengths.max_tokens // block) * block, request.room)
     return replace(lengths, grows=True, growth=growth, longest=longest)
+
+
+def _first_length(request: Request) -> Lengths:
+    """Decide the first and the longest canvas for an algorithm that chooses the length."""
+    given, model, room = request.given, request.model, request.room
+    max_tokens = _requested_max_tokens(request)
+    if max_tokens is None:
+        max_tokens = max(min(model.default_max_tokens or DEFAULT_LONGEST, room), 1)
+    first = given.get("gen_length", request.values["initial_length"])
+    if given.get("initial_length", first) != first:
+        accepted = f"wanted gen_length, {first}, or one of the two"
+        raise InvalidParameterError("initial_length", given["initial_length"], accepted)
+    _check_room(request, max_tokens, max_tokens)
+    # The end tokens behind the first canvas must not end the answer before its fewest tokens.
+    first = min(max(first, request.values["min_tokens"]), max_tokens)
+    block_length = given.get("block_length", model.defaults.get("block_length", DEFAULT_BLOCK))
+    return Lengths(first, max_tokens, block_length, None)
 
 
 def _check_room(request: Request, canvas: int, max_tokens: int | None) -> None:
@@ -187,7 +216,8 @@ def _check_room(request: Request, canvas: int, max_tokens: int | None) -> None:
             "max_tokens", max_tokens, f"wanted at most the canvas, gen_length: {canvas}"
         )
     if canvas > request.room:
-        name = "gen_length" if "gen_length" in request.given else "max_tokens"
+        is_given = request.given.get("gen_length") == canvas
+        name = "gen_length" if is_given else "max_tokens"
         raise InvalidParameterError(
             name,
             request.given.get(name, canvas),

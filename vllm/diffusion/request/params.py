@@ -141,17 +141,23 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         return self.gen_length < self.longest_canvas
 
     @property
+    def next_length(self) -> int:
+        """Length of the canvas after it has grown once more."""
+        return min(self.gen_length + self.growth, self.longest_canvas)
+
+    @property
     def longest_answer(self) -> int:
         """Maximum number of tokens of the answer, on the longest canvas."""
         return self.max_tokens if self.can_grow else min(self.max_tokens, self.gen_length)
 
-    def grown(self) -> DiffusionParams:
+    def with_canvas(self, length: int) -> DiffusionParams:
         """Return the parameters with a longer canvas, and the same steps for each block."""
-        length = min(self.gen_length + self.growth, self.longest_canvas)
         steps = None if self.steps is None else self.steps * length // self.gen_length
         return dataclasses.replace(self, gen_length=length, steps=steps)
 
-    def answer_end(self, tokens: Sequence[int], num_before: int) -> int | None:
+    def answer_end(
+        self, tokens: Sequence[int], num_before: int, *, continues: bool = False
+    ) -> int | None:
         """Return how many of the given tokens belong to the answer, or None if the answer
         continues.
 
@@ -160,8 +166,10 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         Args:
             tokens: tokens that became final.
             num_before: tokens of the answer before them.
+            continues: whether the answer continues on a longer canvas.
         """
-        room = self.max_tokens - num_before
+        room = self.max_tokens if continues else min(self.max_tokens, self.gen_length)
+        room -= num_before
         for index, token in enumerate(tokens[:room]):
             if token in self.stop_ids:
                 return index + 1

@@ -52,9 +52,19 @@ def _refused_attention(dtype: str, request: Request) -> str | None:
     return "wanted model, or a server whose --additional-config has it, too"
 
 
-def _refused_growth(kind: str, request: Request) -> str | None:
+def _refused_canvas(kind: str, request: Request) -> str | None:
+    algorithm = request.algorithm
+    if (kind == "daedal") != algorithm.chooses_length:
+        accepted = "daedal" if algorithm.chooses_length else "fixed or grow"
+        return f"wanted {accepted} with algorithm: {algorithm.name}"
     others = [name for name in FIXED_WITH if request.given.get(name)]
     return f"wanted fixed with {', '.join(others)}" if kind == "grow" and others else None
+
+
+def _canvas(_: str, request: Request) -> str:
+    if request.algorithm.chooses_length:
+        return "daedal"
+    return "grow" if request.lengths.grows else "fixed"
 
 
 def _single_batch(is_alone: bool, request: Request) -> bool:
@@ -131,14 +141,14 @@ class RequestFields:
     canvas: str = param(
         "how the canvas gets its length. With fixed it has gen_length tokens; with grow it begins "
         "with gen_length, or the server's default_gen_length, and grows up to max_tokens while the "
-        "answer has not ended",
+        "answer has not ended; daedal is the same as algorithm: daedal",
         default_text="fixed with gen_length; grow if max_tokens exceeds default_gen_length",
-        choices=("fixed", "grow"),
+        choices=("fixed", "grow", "daedal"),
         neutral=("fixed", "grow"),
         server_wide=True,
         uses=lambda a: not a.is_block_causal,
-        refuse=_refused_growth,
-        resolve=lambda _, r: "grow" if r.lengths.grows else "fixed",
+        refuse=_refused_canvas,
+        resolve=_canvas,
     )
     growth: int = param(
         "tokens by which a full canvas grows, in whole blocks",
@@ -146,7 +156,7 @@ class RequestFields:
         minimum=1,
         neutral=(128,),
         server_wide=True,
-        uses=lambda a: not a.is_block_causal,
+        uses=lambda a: not (a.is_block_causal or a.chooses_length),
         resolve=lambda _, r: r.lengths.growth,
     )
     steps: int | None = param(

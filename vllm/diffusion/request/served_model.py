@@ -53,7 +53,7 @@ class ServedModel:
         vocab_size: rows of the embedding; prompt ids are below it.
         dtype: name of the dtype of the model and its logits.
         unused_defaults: parameters that generation_config.json sets and that have no effect.
-        default_gen_length: first length of a canvas that grows.
+        default_gen_length: the server's first length of a canvas that grows, if it sets one.
         default_max_tokens: max_new_tokens of generation_config.json, if given.
         defaults: server-wide defaults by canonical name.
         default_steps: denoising steps of a request that sets none (None: one per canvas token).
@@ -71,7 +71,7 @@ class ServedModel:
     vocab_size: int
     dtype: str = "float32"
     unused_defaults: tuple[str, ...] = ()
-    default_gen_length: int = 256
+    default_gen_length: int | None = None
     default_max_tokens: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_steps: int | None = None

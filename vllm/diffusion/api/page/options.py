@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.request.algorithms import algorithms_for
+from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.fields import BY_NAME, value_of
 from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
 
@@ -18,6 +18,8 @@ COMMON = (
     *("gen_length", "canvas", "steps", "block_length", "temperature", "cache"),
     *("cfg_scale", "remasking", "seed", "num_speculative_states"),
 )
+CANVASES = tuple(kind for kind in BY_NAME["canvas"].choices if kind not in ALGORITHMS)
+MAX_AUTO_TOKENS = 4096  # longest answer of a request that leaves the length to the server
 
 
 def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
@@ -25,7 +27,8 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
 
     Returns:
         `algorithms` by name, each with the description `commits` and with `fields`, its parameters
-        and their defaults; `end_ids` holds the tokens that end an answer.
+        and their defaults, and with `auto_length`, what the page sends if the user chooses no
+        length; `end_ids` holds the tokens that end an answer.
     """
     family = model.family
     algorithms = algorithms_for(family)
@@ -41,10 +44,29 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
             algorithm.name: {
                 "commits": algorithm.commits,
                 "fields": [_control(field, algorithm, model) for field in _fields(algorithm)],
+                "auto_length": _auto_length(algorithm, model),
             }
             for algorithm in algorithms.values()
         },
     }
+
+
+def _auto_length(algorithm: Algorithm, model: ServedModel) -> dict[str, Any] | None:
+    """Return the first length of the canvas, the longest answer, and the kind of canvas.
+
+    The kind is absent if the algorithm implies it. None in families where a length costs nothing,
+    so that every request has one.
+    """
+    if model.family.is_block_causal:
+        return None
+    # At most half of a sequence, so that a prompt fits, too.
+    longest = min(MAX_AUTO_TOKENS, model.max_model_len // 2)
+    if algorithm.chooses_length:
+        first = value_of(BY_NAME["initial_length"], {}, algorithm, model)
+        return {"first": first, "max_tokens": longest}
+    canvas = model.defaults.get("canvas")
+    kind = canvas if canvas in CANVASES else "grow"
+    return {"first": model.default_gen_length, "max_tokens": longest, "canvas": kind}
 
 
 def _fields(algorithm: Algorithm) -> list[str]:
@@ -53,13 +75,14 @@ def _fields(algorithm: Algorithm) -> list[str]:
         name
         for name in (*COMMON, *algorithm.parameters)
         if BY_NAME[name].is_used_by(algorithm.name, is_block_causal=kind)
+        and not (name == "canvas" and algorithm.chooses_length)
     ]
 
 
 def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, Any]:
     """Describe one parameter of one algorithm; None values are left out."""
     spec = BY_NAME[name]
-    choices = algorithm.caches if name == "cache" else spec.choices
+    choices = {"cache": algorithm.caches, "canvas": CANVASES}.get(name, spec.choices)
     control = {
         "name": name,
         "type": {int: "integer", float: "number", bool: "boolean", tuple: "list"}.get(
@@ -77,6 +100,8 @@ def _control(name: str, algorithm: Algorithm, model: ServedModel) -> dict[str, A
 
 def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
     """Return the value that applies if none is given; None if other parameters determine it."""
+    if name == "canvas" or (name == "gen_length" and not model.family.is_block_causal):
+        return None
     if name == "gen_length":
         return model.default_max_tokens or DEFAULT_CANVAS
     if name == "block_length":

@@ -18,7 +18,7 @@ from vllm.diffusion.request.params import DRAWN_SEED_BITS
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vllm.diffusion.engine.messages import StepResult, StepUsage
     from vllm.diffusion.engine.scheduler.gates import AdmissionGate
@@ -142,12 +142,12 @@ class RequestState:
             kept_positions=self.demand.cached_positions,
         )
 
-    def grow(self) -> None:
-        """Demand a longer canvas, because the present one is full; the prompt is computed again."""
+    def grow(self, new_lengths: Sequence[int]) -> None:
+        """Demand a canvas of the last of `new_lengths`; the prompt is computed again."""
         self.leave()
         self.gates, self.prompt_of = (), None
-        self.earlier_lengths.append(self.params.gen_length)
-        self.params = self.params.grown()
+        self.earlier_lengths += [self.params.gen_length, *new_lengths[:-1]]
+        self.params = self.params.with_canvas(new_lengths[-1])
         self.demand = demand_of(self.params, self.request.num_prompt_tokens)
         self.next_rows = self.demand.first_rows
         self.num_overtaken = 0
@@ -192,7 +192,9 @@ class RequestState:
         if result.scores is not None:
             request.status = RequestStatus.FINISHED_STOPPED
             return []
-        end = self.params.answer_end(tokens, request.num_output_tokens)
+        end = self.params.answer_end(
+            tokens, request.num_output_tokens, continues=bool(result.new_lengths)
+        )
         new = tokens if end is None else tokens[:end]
         if new:
             request.append_output_token_ids(new)

@@ -333,9 +333,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         new_token_ids = item.advance(result, usage)
         if request.is_finished():
             self._end(request, request.status)
-        elif result.is_full:
+        elif result.new_lengths:
             del self._running[item.req_id]
-            item.grow()
+            item.grow(result.new_lengths)
             self._waiting.put_first(item)
         elif not new_token_ids and result.canvas is None:
             return []

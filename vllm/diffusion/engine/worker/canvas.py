@@ -75,8 +75,8 @@ class Canvas:
         num_drafts: drafts that were evaluated.
         num_extra_draws: extra draws of tokens that the next drafts need.
         is_complete: whether the whole answer is final.
-        is_full: whether all positions are final and the canvas must grow before the answer can
-            continue.
+        new_lengths: lengths that the canvas takes before the answer can continue, in order; empty
+            if it keeps its length.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Canvas:
         self._rule_has_ended = False  # whether the rule has no masks left to fill
         self.num_steps = self.num_accepted_drafts = self.num_drafts = 0
         self.num_extra_draws = 0
-        self.is_complete = self.is_full = False
+        self.is_complete = False
+        self.new_lengths: tuple[int, ...] = ()
 
     def _masked_sequence(self, prompt: list[int], params: DiffusionParams) -> Array:
         """Build prompt and masked canvas; a suffix comes right after the longest answer."""
@@ -126,23 +127,23 @@ class Canvas:
         return tokens
 
     def grow(self, params: DiffusionParams) -> None:
-        """Append masks to a full canvas: `params` are the parameters with its new length.
+        """Lengthen the canvas by masks: `params` are the parameters with its new length.
 
         The next forward computes the whole sequence, and the request needs new pages.
         """
-        more = params.gen_length - self.params.gen_length
-        self.params, self.length = params, self.length + more
-        self.tokens = np.pad(self.tokens, (0, more), constant_values=params.mask_id)
-        self._known = np.pad(self._known, (0, more))
+        sources = self.rule.grow(params)
+        is_new = sources < 0
+        self.params, self.length = params, len(sources)
+        self.tokens = np.where(is_new, params.mask_id, self.tokens[sources])
+        self._known = ~is_new & self._known[sources]
         self._canvas = self.tokens[self.prompt_length :]
         self.window = ForwardWindow(params, self._visibility, self.prompt_length, self.length)
-        self.rule.grow(params)
         if self._editor is not None:
             self._editor.grow(self.length)
         for guest in self._guests:
-            guest.grow(params, self.tokens)
+            guest.grow(params, self.tokens, sources)
         self._settled_threshold, self._num_committed, self._target = 0, None, None
-        self.is_full = self._rule_has_ended = False
+        self.new_lengths, self._rule_has_ended = (), False
 
     def token_ids(self, positions: Array) -> Array | None:
         """Return the tokens [R, k] whose log probabilities are needed at canvas positions [R]."""
@@ -211,7 +212,7 @@ class Canvas:
     @property
     def has_next(self) -> bool:
         """Whether the request has a next forward on its present canvas."""
-        return not (self.is_complete or self.is_full)
+        return not (self.is_complete or self.new_lengths)
 
     @property
     def has_made_one_forward(self) -> bool:
@@ -311,6 +312,7 @@ class Canvas:
             commit = self._chosen(candidates)
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
+            self.new_lengths = self.rule.new_lengths
         num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
         forward, self._reaches_target = self.window.end(), True
         self._num_committed = None
@@ -329,11 +331,6 @@ class Canvas:
             final = self._canvas[start : self._num_final].tolist()
             self._end_answer(final, start)
             self._unreported += final
-            self.is_full = (
-                not self.is_complete
-                and self.params.can_grow
-                and self._num_final == self._canvas.size
-            )
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._settled_threshold = min(self.window.least_committed, following)
@@ -342,15 +339,19 @@ class Canvas:
         """Set `is_complete` if the new final tokens, which follow `start` others, end the answer.
 
         If a guest does not allow the end yet, the last token stays open and is removed from
-        `final`.
+        `final`. A full canvas grows, if it can and the answer has not ended.
         """
-        end = self.params.answer_end(final, start)
+        if self.params.can_grow and self._num_final == self._canvas.size:
+            self.new_lengths = (self.params.next_length,)
+        end = self.params.answer_end(final, start, continues=bool(self.new_lengths))
         if end is not None and self._guests and not self._rule_has_ended:
             stop = start + end
             if not all(guest.may_end(self.tokens, stop) for guest in self._guests):
-                self._num_final, end = stop - 1, None
+                self._num_final, end, self.new_lengths = stop - 1, None, ()
                 del final[self._num_final - start :]
         self.is_complete = end is not None
+        if self.is_complete:
+            self.new_lengths = ()
 
     def use_weights(self, generation: int) -> None:
         """Set the weight generation that computes the next forward."""
@@ -421,7 +422,7 @@ class Canvas:
             num_drafts=self.num_drafts,
             num_committed=num_committed,
             next_rows=self.count_next_rows() if self.has_next else 0,
-            is_full=self.is_full,
+            new_lengths=self.new_lengths,
             infilled=self._infilled() if self._prompt_holes.size else {},
             scores=self.rule.scores,
             num_kept=self.window.num_kept,

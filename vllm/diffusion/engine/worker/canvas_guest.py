@@ -26,8 +26,14 @@ class CanvasGuest:
     def begin(self, tokens: Array) -> None:
         """Read, and perhaps change, the sequence [T] before the first forward."""
 
-    def grow(self, params: DiffusionParams, tokens: Array) -> None:
-        """Continue on a longer canvas: the sequence [T] ends with new masks."""
+    def grow(self, params: DiffusionParams, tokens: Array, sources: Array) -> None:
+        """Continue on a longer canvas.
+
+        Args:
+            params: the parameters with its length.
+            tokens: [T] int64, the longer sequence.
+            sources: [T] int64, for each position its previous position, or -1 for a new mask.
+        """
 
     def joints(
         self, tokens: Array, target: ForwardTarget, scoring: CandidateScoring, step: int

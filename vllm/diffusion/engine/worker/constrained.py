@@ -99,7 +99,7 @@ class Constraint(CanvasGuest):
                     break
                 tokens[stretch.rows.start + index] = token
 
-    def grow(self, params: DiffusionParams, tokens: Array) -> None:
+    def grow(self, params: DiffusionParams, tokens: Array, sources: Array) -> None:
         self._params, canvas = params, self._stretches[-1]
         canvas.rows = range(canvas.rows.start, canvas.rows.start + params.num_open)
 

@@ -36,29 +36,28 @@ class Proposals(CanvasGuest):
         self._view: CanvasView | None = None
         self._num_top = params.num_logprobs or 0
         self._mask_id = params.mask_id
+        length, width = params.gen_length, 1 + self._num_top
+        self._canvas = slice(prompt_length, prompt_length + length)
         # The proposed token, then the most likely tokens.
-        self._tokens = np.empty((0, 1 + self._num_top), dtype=np.int32)
-        self._logprobs = np.empty((0, 1 + self._num_top), dtype=np.float32)
-        self._ranks = np.empty(0, dtype=np.int32)
-        self._drafted = np.empty(0, dtype=np.bool_)
-        self._lengthen(params.gen_length)
+        self._tokens = np.full((length, width), self._mask_id, dtype=np.int32)
+        self._logprobs = np.full((length, width), np.nan, dtype=np.float32)
+        self._ranks = np.ones(length, dtype=np.int32)
+        self._drafted = np.zeros(length, dtype=np.bool_)
         # Whether the next commit is a draft's. The first commit after `look` belongs to the forward
         # itself.
         self._is_draft = False
 
-    def _lengthen(self, length: int) -> None:
-        """Add canvas positions, of which nothing is known, up to `length` positions."""
-        more = length - len(self._ranks)
-        rows = ((0, more), (0, 0))
-        self._tokens = np.pad(self._tokens, rows, constant_values=self._mask_id)
-        self._logprobs = np.pad(self._logprobs, rows, constant_values=np.nan)
-        self._ranks = np.pad(self._ranks, (0, more), constant_values=1)
-        self._drafted = np.pad(self._drafted, (0, more))
-        self._canvas = slice(self._prompt_length, self._prompt_length + length)
-
-    def grow(self, params: DiffusionParams, tokens: NDArray[np.int64]) -> None:
+    def grow(
+        self, params: DiffusionParams, tokens: NDArray[np.int64], sources: NDArray[np.int64]
+    ) -> None:
         self._params = params
-        self._lengthen(params.gen_length)
+        self._canvas = slice(self._prompt_length, len(tokens))
+        on_canvas = sources[self._canvas]
+        on_canvas = np.where(on_canvas < 0, -1, on_canvas - self._prompt_length)
+        self._tokens = _moved(self._tokens, on_canvas, self._mask_id)
+        self._logprobs = _moved(self._logprobs, on_canvas, np.nan)
+        self._ranks = _moved(self._ranks, on_canvas, 1)
+        self._drafted = _moved(self._drafted, on_canvas, 0)
 
     def begin(self, tokens: NDArray[np.int64]) -> None:
         """Record the tokens on the canvas before the first forward as certain."""
@@ -168,3 +167,10 @@ class Proposals(CanvasGuest):
             confidence=np.exp(self._logprobs[:, 0]).astype("<f4").tobytes(),
             guessed=self._drafted.tobytes() if self._params.num_speculative_states else None,
         )
+
+
+def _moved(values: NDArray[Any], sources: NDArray[np.int64], nothing: float) -> NDArray[Any]:
+    """Return the values of the positions `sources`, and `nothing` where it is -1."""
+    moved: NDArray[Any] = values[sources]
+    moved[sources < 0] = nothing
+    return moved

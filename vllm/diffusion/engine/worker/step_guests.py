@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.speculation import Speculation, can_speculate
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
+from vllm.diffusion.engine.worker.length_search import LengthSearch, searches_length
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas
@@ -19,8 +20,11 @@ def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[Ste
     kinds: list[type[StepGuest]] = []
     if shares_first_forward(new.params):
         kinds.append(FirstForwards)
-    # The keys and values of drafts need pages on the device, and all rows on one rank.
-    is_alone = runner.ranks.sequence.size == 1 and not new.host_layers
-    if is_alone and can_speculate(new.params):
+    # Extra items need all rows on one rank, and the keys and values of drafts need pages on the
+    # device.
+    is_alone = runner.ranks.sequence.size == 1
+    if is_alone and searches_length(new.params):
+        kinds.append(LengthSearch)
+    if is_alone and not new.host_layers and can_speculate(new.params):
         kinds.append(Speculation)
     return kinds

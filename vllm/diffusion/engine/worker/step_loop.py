@@ -342,7 +342,7 @@ class StepLoop:
         if error is None:
             try:
                 result = self._runner.canvases[req_id].report()
-                if result.is_full:
+                if result.new_lengths:
                     self._runner.release_pages(req_id)
                 return result
             except Exception as failure:

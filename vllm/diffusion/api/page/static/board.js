@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws a trace on a <canvas> with the size of the visible part; only visible rows are drawn.
 
-import { COMMITTED, EDITED, MASKED, PROPOSED, UNUSED } from "./trace.js";
+import { ABSENT, COMMITTED, EDITED, MASKED, PROPOSED, UNUSED } from "./trace.js";
 
 const SIZES = {
   text: { width: 56, height: 26, gap: 2, between: 12 },
@@ -127,6 +127,7 @@ export class BoardView {
     const [x, y] = place(i);
     const w = cell.width - cell.gap, h = cell.height - cell.gap;
     const look = lookOf(this.trace, i, ink);
+    if (look.state === ABSENT) return;
     context.globalAlpha = look.alpha;
     context.fillStyle = look.fill;
     if (isMap) context.fillRect(x, y, w, h);
@@ -219,7 +220,8 @@ export function lookOf(trace, i, ink) {
   if (state === PROPOSED) {
     return { state, fill: ink.ink, alpha: 0.04 + 0.11 * confidence, text: ink.muted };
   }
-  return { state, fill: ink.ink, alpha: state === UNUSED ? 0 : 0.045, text: ink.faint };
+  const isBlank = state === UNUSED || state === ABSENT;
+  return { state, fill: ink.ink, alpha: isBlank ? 0 : 0.045, text: ink.faint };
 }
 
 // The current colours of the page, from its style sheet.

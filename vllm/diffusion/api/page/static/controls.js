@@ -46,6 +46,11 @@ export class Controls {
     return this.options.algorithms[this.algorithm].fields;
   }
 
+  // What a request without a length gets, or null.
+  get autoLength() {
+    return this.options.algorithms[this.algorithm].auto_length;
+  }
+
   // The error of the settings, or "" if they are valid.
   get problem() {
     const [fault] = Object.entries(this.faults);
@@ -95,7 +100,7 @@ export class Controls {
     this.faults = {};
     const { commits } = this.options.algorithms[this.algorithm];
     const names = Object.keys(this.options.algorithms);
-    const pick = { name: "algorithm", type: "string", choices: names, doc: commits };
+    const pick = { name: "algorithm", type: "string", choices: names, default: names[0], doc: commits };
     this.box.replaceChildren(
       this.control(pick, this.algorithm),
       about(`Commits ${commits}.`),
@@ -193,8 +198,9 @@ function labelled(name, title, input) {
 
 function selectOf(field, value) {
   const select = document.createElement("select");
+  if (field.default === undefined) select.add(new Option("auto", ""));
   for (const choice of field.choices) select.add(new Option(choice, choice));
-  select.value = value ?? field.default ?? field.choices[0];
+  select.value = value ?? field.default ?? "";
   return select;
 }
 

@@ -1,25 +1,77 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conversation: its turns, the messages sent to the model, and the state kept for a reload.
+// A conversation: a tree of turns, of which one branch is shown, and the messages for the model.
 
-const KEY = "mosaic-conversation";
-const MAX_KEPT = 400_000; // characters; browsers store a few million per site
+const MAX_NAME = 80; // characters
+const ROOT = -1;
 
 // Whether later requests include an answer and its question.
 export const isSaid = (answer) => Boolean(answer?.isWhole && answer.text.trim());
 
 export class Conversation {
-  // turns: list of {question, answers}. answers: by canvas name {text, isWhole, isExact, isBad,
-  // note, verdict}.
-  constructor({ system = "", turns = [] } = {}) {
-    this.system = system;
-    this.turns = turns;
+  // turns: all turns in the order in which they were asked, {question, answers, parent}. answers: by
+  // canvas name {text, isWhole, isExact, isBad, note, verdict, speed}. parent: index of the turn that
+  // it follows, -1 for a first turn; without it, a turn follows the one before it in the list.
+  // leaf: index of the last turn of the branch that is shown. title: the user's, or "".
+  // revision: how often the conversation was stored.
+  constructor({ id = newId(), title = "", system = "", turns = [], leaf, changed = 0, revision = 0 } = {}) {
+    Object.assign(this, { id, title, system, changed, revision });
+    this.turns = turns.map((turn, k) => ({ ...turn, parent: turn.parent ?? k - 1 }));
+    this.leaf = leaf ?? this.turns.length - 1;
   }
 
-  // Begin turn `k`, which replaces turn `k` and all later turns.
+  // What is stored.
+  get record() {
+    const { id, title, system, turns, leaf, changed, revision } = this;
+    return { id, title, system, turns, leaf, changed, revision };
+  }
+
+  // The user's title, or the first question.
+  get name() {
+    const line = this.title || (this.turns[0]?.question.trim().split("\n")[0] ?? "");
+    return line.length > MAX_NAME ? `${line.slice(0, MAX_NAME - 1)}…` : line;
+  }
+
+  // Indices of the turns that are shown.
+  get indices() {
+    const found = [];
+    for (let i = this.leaf; i !== ROOT; i = this.turns[i].parent) found.unshift(i);
+    return found;
+  }
+
+  // The turns that are shown.
+  get shown() {
+    return this.indices.map((i) => this.turns[i]);
+  }
+
+  // Ask a question as turn `k`. If there is a turn `k`, the new turn becomes a branch beside it.
   begin(k, question) {
-    this.turns.length = k;
-    this.turns.push({ question, answers: {} });
-    return this.turns[k];
+    const parent = k ? this.indices[k - 1] : ROOT;
+    this.turns.push({ question, answers: {}, parent });
+    this.leaf = this.turns.length - 1;
+    this.changed = Date.now();
+    return this.turns[this.leaf];
+  }
+
+  // The branches at turn `k`: the indices of their first turns, and which one is shown.
+  branches(k) {
+    const own = this.indices[k];
+    const all = this.childrenOf(this.turns[own].parent);
+    return { all, at: all.indexOf(own) };
+  }
+
+  // Show another branch at turn `k`: the next one, or the one before it if `by` is -1.
+  choose(k, by) {
+    const { all, at } = this.branches(k);
+    this.leaf = this.newestBelow(all[Math.max(0, Math.min(at + by, all.length - 1))]);
+  }
+
+  // Remove the last turn if it has no answers, because the page was closed before; returns it.
+  dropUnanswered() {
+    const open = this.turns.at(-1);
+    if (!open || Object.keys(open.answers).length) return null;
+    this.turns.pop();
+    this.leaf = this.newestBelow(open.parent);
+    return open;
   }
 
   // Messages that ask turn `k` on the canvas `name`, with the answers of that canvas to earlier turns.
@@ -27,35 +79,24 @@ export class Conversation {
   // left out.
   messages(k, name) {
     const found = this.system.trim() ? [{ role: "system", content: this.system.trim() }] : [];
-    for (const { question, answers } of this.turns.slice(0, k)) {
+    const { shown } = this;
+    for (const { question, answers } of shown.slice(0, k)) {
       const answer = answers[name] ?? answers.A;
       if (!isSaid(answer)) continue;
       found.push({ role: "user", content: question }, { role: "assistant", content: answer.text });
     }
-    return [...found, { role: "user", content: this.turns[k].question }];
+    return [...found, { role: "user", content: shown[k].question }];
+  }
+
+  childrenOf(parent) {
+    return [...this.turns.keys()].filter((i) => this.turns[i].parent === parent);
+  }
+
+  newestBelow(index) {
+    const newest = this.childrenOf(index).at(-1);
+    return newest === undefined ? index : this.newestBelow(newest);
   }
 }
 
-// Store a state with a list `turns` for this tab. If it is too long, the oldest turns are dropped.
-export function keep(storage, state) {
-  const kept = { ...state, turns: [...state.turns] };
-  try {
-    let text = JSON.stringify(kept);
-    while (text.length > MAX_KEPT && kept.turns.length) {
-      kept.turns.shift();
-      text = JSON.stringify(kept);
-    }
-    storage.setItem(KEY, text);
-  } catch {
-    // The browser refuses to store data: the conversation is lost when the page is closed.
-  }
-}
-
-export function kept(storage) {
-  try {
-    const found = JSON.parse(storage.getItem(KEY));
-    return Array.isArray(found?.turns) ? found : null;
-  } catch {
-    return null;
-  }
-}
+// Servers without TLS have no crypto.randomUUID.
+export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;

@@ -1,43 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: a conversation, and one or two canvases next to it.
 
-import { Conversation, keep, kept } from "./conversation.js";
+import { Conversation } from "./conversation.js";
+import { History } from "./history.js";
 import { jsonOf } from "./key.js";
 import { Log } from "./log.js";
 import { Pane } from "./pane.js";
 import { copy, linkOf, stateIn } from "./request.js";
+import { keep, kept } from "./session.js";
+import { openStore } from "./store.js";
 
 const RETRY_MS = 2000;
 const find = (id) => document.getElementById(id);
 const announce = (text) => (find("status").textContent = text);
 
 class Page {
-  constructor(offered) {
+  constructor(offered, store) {
     this.options = offered;
+    this.store = store;
     this.conversation = new Conversation();
     this.edited = null; // number of the turn whose question is being edited
     this.panes = [this.newPane("A")];
-    this.log = new Log(find("log"), { edit: (k) => this.edit(k), again: (k) => this.again(k) });
+    this.log = new Log(find("log"), {
+      edit: (k) => this.edit(k), again: (k) => this.again(k), choose: (k, by) => this.choose(k, by),
+    });
+    this.history = new History(find("history"), store, {
+      open: (conversation) => this.open(conversation),
+      rename: (conversation, title) => this.rename(conversation, title),
+      remove: (conversation) => this.remove(conversation),
+    });
     find("model").textContent = offered.model;
     find("version").textContent = `${offered.family} · Mosaic ${offered.version}`;
     this.listen();
-    this.restore();
-    for (const button of document.querySelectorAll("#send, .example")) button.disabled = false;
-    if (matchMedia("(min-width: 56rem)").matches) find("question").focus(); // opens a keyboard on phones
   }
 
   listen() {
     const on = (id, event, act) => find(id).addEventListener(event, act);
     on("ask", "submit", (e) => (e.preventDefault(), this.submit()));
     on("question", "keydown", (e) => this.key(e));
+    on("question", "input", () => this.enable());
     on("system", "input", (e) => this.instruct(e.target.value));
     on("compare", "click", () => this.compare(this.panes.length < 2));
     on("clear", "click", () => this.clear());
+    on("past", "click", () => this.history.show(this.conversation.id));
     on("link", "click", () => this.copyLink());
     on("leave", "click", () => this.leaveEdit());
-    document.addEventListener("keydown", (e) => e.key === "Escape" && this.stop());
+    document.addEventListener("keydown", (e) => {
+      if (e.key === "Escape" && !document.querySelector("dialog[open]")) this.stop();
+    });
     for (const example of document.querySelectorAll(".example")) {
       example.addEventListener("click", () => this.ask(0, example.textContent));
+      example.disabled = false;
     }
     addEventListener("pagehide", () => this.keep());
   }
@@ -80,137 +93,199 @@ class Page {
     for (const pane of this.panes) pane.stop();
   }
 
-  // ---- the conversation ------------------------------------------------------------------------
+  // ---- questions -------------------------------------------------------------------------------
 
   submit() {
     if (this.isRunning) return this.stop();
     const question = find("question").value.trim();
     if (!question) return;
-    const k = this.edited ?? this.conversation.turns.length;
-    return this.replacing(k, () => {
-      find("question").value = "";
-      this.leaveEdit();
-      this.ask(k, question);
-    });
+    const k = this.edited ?? this.conversation.shown.length;
+    this.write("");
+    this.leaveEdit();
+    this.ask(k, question);
   }
 
-  // Set the system prompt of all later requests.
-  instruct(text) {
-    this.conversation.system = text;
-    find("system-box").dataset.set = Boolean(text.trim());
-  }
-
-  // Ask turn k, which replaces turn k and all later turns.
+  // Ask turn k. If there is a turn k, the new one becomes a branch beside it.
   async ask(k, question) {
     if (this.isRunning) return;
-    const turn = this.conversation.begin(k, question);
+    const { conversation } = this;
+    const turn = conversation.begin(k, question);
     this.show(k);
-    this.keep();
+    this.save(conversation);
     this.setRunning(true);
     const isPlain = find("plain").checked;
     try {
       await Promise.all(this.panes.map(async (pane) => {
-        const messages = this.conversation.messages(k, pane.name);
-        const show = (answer) => this.log.fill(k, pane.name, answer);
+        const messages = conversation.messages(k, pane.name);
+        const show = (answer) => {
+          if (conversation === this.conversation) this.log.fill(k, pane.name, answer);
+        };
         turn.answers[pane.name] = await pane.run(messages, isPlain, show);
         show(turn.answers[pane.name]);
       }));
     } finally {
       this.setRunning(false);
-      this.keep();
+      this.save(conversation);
     }
-  }
-
-  // Run `act`, which replaces turn k. If later turns would be removed, ask for confirmation first.
-  replacing(k, act) {
-    const count = this.conversation.turns.length - k - 1;
-    if (count < 1) return act();
-    find("sure-text").textContent = `Asking question ${k + 1} again removes ` +
-      (count === 1 ? "the turn after it." : `the ${count} turns after it.`);
-    const dialog = find("sure");
-    dialog.onclose = () => dialog.returnValue === "yes" && act();
-    dialog.returnValue = "";
-    dialog.showModal();
-  }
-
-  // Show the conversation; the first `same` turns are in the log already.
-  show(same) {
-    const { turns } = this.conversation;
-    find("welcome").hidden = turns.length > 0;
-    this.log.show(turns, same, this.panes.map((pane) => pane.name));
-    find("log").dataset.names = this.panes.length > 1 ? "shown" : "";
-    this.log.turns.at(-1)?.scrollIntoView({ block: "start" });
   }
 
   setRunning(isOn) {
     find("send").textContent = isOn ? "Stop" : "Send";
     find("ask").dataset.state = isOn ? "running" : "";
     find("log").setAttribute("aria-busy", isOn);
+    this.enable();
     if (isOn) announce("Request sent.");
+  }
+
+  // Enable the button that sends if there is something to send or to stop.
+  enable() {
+    const isRunning = find("ask").dataset.state === "running";
+    find("send").disabled = !isRunning && !find("question").value.trim();
   }
 
   again(k) {
     if (this.isRunning) return;
-    this.replacing(k, () => {
-      this.leaveEdit();
-      this.ask(k, this.conversation.turns[k].question);
-    });
+    this.leaveEdit();
+    this.ask(k, this.conversation.shown[k].question);
+    this.focus();
   }
 
   edit(k) {
     if (this.isRunning) return;
     this.edited = k;
-    find("question").value = this.conversation.turns[k].question;
+    this.write(this.conversation.shown[k].question);
     find("edited").textContent = `Editing question ${k + 1}`;
     find("editing").hidden = false;
     find("question").focus();
   }
 
   leaveEdit() {
-    if (this.edited !== null) find("question").value = "";
+    if (this.edited !== null) this.write("");
     this.edited = null;
     find("editing").hidden = true;
   }
 
-  clear() {
-    this.stop();
+  choose(k, by) {
+    if (this.isRunning) return;
     this.leaveEdit();
+    this.conversation.choose(k, by);
+    this.show(k);
+    this.log.turns[k].scrollIntoView({ block: "nearest" });
+    this.save(this.conversation);
+  }
+
+  // Write into the question's box.
+  write(text) {
+    find("question").value = text;
+    this.enable();
+  }
+
+  // Focus the question's box, except on phones, where this opens the keyboard.
+  focus() {
+    if (matchMedia("(min-width: 56rem)").matches) find("question").focus();
+  }
+
+  // ---- conversations ---------------------------------------------------------------------------
+
+  // Set the system prompt of all later requests.
+  instruct(text) {
+    this.conversation.system = text;
+    find("system-box").dataset.set = Boolean(text.trim());
+    this.save(this.conversation);
+  }
+
+  // Begin a new conversation with the server's settings.
+  clear() {
     this.begin(new Conversation());
     for (const pane of this.panes) pane.reset();
     this.keep();
     find("question").focus();
   }
 
+  // Open a conversation of the history.
+  open(conversation) {
+    if (conversation.id === this.conversation.id) return;
+    const isPlain = find("plain").checked;
+    const open = conversation.dropUnanswered();
+    this.begin(conversation, isPlain);
+    this.write(open?.question ?? "");
+    this.keep();
+    this.focus();
+  }
+
   // Show a conversation in place of the one there is.
   begin(conversation, isPlain = false) {
+    this.stop();
+    this.leaveEdit();
+    for (const pane of this.panes) pane.clear();
     this.conversation = conversation;
-    this.instruct(conversation.system);
     find("system").value = conversation.system;
+    find("system-box").dataset.set = Boolean(conversation.system.trim());
     find("plain").checked = isPlain;
     this.show(0);
   }
 
-  // ---- what a reload brings back, and the link that repeats a request --------------------------
-
-  state(numTurns) {
-    return {
-      system: this.conversation.system,
-      plain: find("plain").checked,
-      turns: this.conversation.turns.slice(0, numTurns),
-    };
+  // Show the conversation; the first `same` turns are in the log already.
+  show(same) {
+    const { conversation } = this;
+    find("welcome").hidden = conversation.turns.length > 0;
+    this.log.show(conversation, same, this.panes.map((pane) => pane.name));
+    find("log").dataset.names = this.panes.length > 1 ? "shown" : "";
+    this.log.turns.at(-1)?.scrollIntoView({ block: "start" });
   }
 
+  rename(conversation, title) {
+    const renamed = conversation.id === this.conversation.id ? this.conversation : conversation;
+    renamed.title = title;
+    return this.save(renamed);
+  }
+
+  // Delete a conversation, after a confirmation.
+  remove(conversation) {
+    find("sure-text").textContent = `Delete “${conversation.name}” with all its branches?`;
+    const dialog = find("sure");
+    dialog.onclose = async () => {
+      if (dialog.returnValue !== "yes") return;
+      await this.store.remove(conversation.id);
+      if (conversation.id === this.conversation.id) {
+        this.conversation.isRemoved = true;
+        this.clear();
+      }
+      await this.history.show(this.conversation.id);
+    };
+    dialog.returnValue = "";
+    dialog.showModal();
+  }
+
+  // Store a conversation that has turns.
+  async save(conversation) {
+    this.keep();
+    if (!conversation.turns.length || conversation.isRemoved) return;
+    await this.store.put(conversation).catch((error) => {
+      announce(`The browser cannot keep the conversation: ${error.message}`);
+    });
+    this.keep(); // The store may have given it a new id.
+  }
+
+  // ---- what a reload brings back, and the link that repeats a request --------------------------
+
   keep() {
+    const { id, system } = this.conversation;
     const panes = this.panes.map((pane) => ({ settings: pane.controls.chosen() }));
-    keep(sessionStorage, { ...this.state(), panes, link: this.link });
+    keep(sessionStorage, { id, system, plain: find("plain").checked, panes, link: this.link });
   }
 
   async copyLink() {
-    const { turns } = this.conversation;
-    const last = Math.max(0, turns.length - 1);
+    const { shown, system } = this.conversation;
+    const last = Math.max(0, shown.length - 1);
     const panes = this.panes.map((pane) => ({ settings: pane.used ?? pane.controls.settings() }));
-    const question = turns[last]?.question ?? find("question").value;
-    const link = linkOf(location.href, { ...this.state(last), question, panes });
+    const link = linkOf(location.href, {
+      system,
+      plain: find("plain").checked,
+      turns: shown.slice(0, last).map(({ question, answers }) => ({ question, answers })),
+      question: shown[last]?.question ?? find("question").value,
+      panes,
+    });
     history.replaceState(null, "", link);
     this.link = location.hash;
     await copy(link).catch(() => {});
@@ -219,36 +294,39 @@ class Page {
     setTimeout(() => (find("link").textContent = "Copy link"), 1600);
   }
 
-  // A link is used only once. Later turns are part of the state that the tab keeps.
-  restore() {
+  // A link is used only once. Later turns are part of the conversation that the browser keeps.
+  async restore() {
     const own = kept(sessionStorage), linked = stateIn(location.href);
     const isNew = linked !== null && own?.link !== location.hash;
-    const found = isNew ? linked : own;
-    if (!found) return;
     this.link = location.hash;
     try {
-      this.take(found, isNew);
+      if (isNew) this.take(linked, linkedConversation(linked));
+      else if (own) this.take(own, new Conversation((await this.store.get(own.id)) ?? own));
+      if (isNew) announce("Filled in from the link; Send repeats the request.");
     } catch {
       this.compare(false);
       this.clear();
       announce("The link cannot be read.");
     }
+    this.focus();
   }
 
-  take(found, isNew) {
-    const { system = "", turns = [], plain = false, question = "", panes = [] } = found;
-    const open = turns.at(-1);
-    // The page may have been closed before the answer was complete.
-    if (open && !Object.keys(open.answers).length) turns.pop();
-    this.begin(new Conversation({ system: String(system), turns }), plain);
-    find("question").value = question || (open === turns.at(-1) ? "" : open.question);
+  take({ plain = false, question = "", panes = [] }, conversation) {
+    const open = conversation.dropUnanswered();
+    this.begin(conversation, plain);
+    this.write(question || (open?.question ?? ""));
     this.compare(panes.length > 1);
     panes.slice(0, 2).forEach(({ settings }, k) => {
       this.panes[k].controls.set(settings);
       this.panes[k].summarise();
     });
-    if (isNew) announce("Filled in from the link; Send repeats the request.");
   }
+}
+
+// The conversation in a link: a single branch.
+function linkedConversation({ system = "", turns = [] }) {
+  const plain = turns.map(({ question, answers }) => ({ question, answers }));
+  return new Conversation({ system: String(system), turns: plain });
 }
 
 // Fetch the server's options; retry until the server answers.
@@ -266,4 +344,6 @@ async function offered() {
   }
 }
 
-new Page(await offered());
+const page = new Page(await offered(), await openStore());
+await page.restore();
+document.body.dataset.state = "ready";

@@ -3,10 +3,11 @@
 
 import { BoardView, inks } from "./board.js";
 import { Controls, onPage } from "./controls.js";
+import { saveFile } from "./files.js";
 import { KINDS, matches } from "./guided.js";
-import { apiKey, ask, bodyOf, copy, curlOf } from "./request.js";
+import { apiKey, ask, bodyOf, copy, curlOf, lengthOf } from "./request.js";
 import { svgOf } from "./svg.js";
-import { EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
+import { ABSENT, EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
 
 const STEP_MS = 350; // maximum time between two steps of a replay
 const REPLAY_MS = 4500; // maximum time of a replay
@@ -18,7 +19,7 @@ export class Pane {
     this.root = root;
     this.name = name;
     this.announce = announce;
-    this.ends = options.end_ids;
+    this.options = options;
     this.part = (part) => root.querySelector(`[data-part="${part}"]`);
     this.controls = new Controls(this.part("controls"), options, () => this.summarise());
     this.board = new BoardView(this.part("scroller"), (i) => this.read(i));
@@ -50,7 +51,7 @@ export class Pane {
     const { algorithm, gen_length, steps } = this.controls.settings();
     const kind = KINDS[this.controls.kind]?.name;
     this.part("summary").textContent =
-      [algorithm, `${gen_length} tokens`, steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
+      [algorithm, gen_length ? `${gen_length} tokens` : "length auto", steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
   // Send a request and draw every step. Returns the answer in the form of conversations and logs;
@@ -63,7 +64,9 @@ export class Pane {
       const settings = this.controls.settings();
       settings.seed ??= Math.floor(Math.random() * 2 ** 32);
       isExact = Boolean(settings.structured_outputs);
-      this.begin(settings, bodyOf(messages, settings, isPlain));
+      const { autoLength } = this.controls;
+      const length = lengthOf(settings, messages, autoLength, this.options.max_model_len);
+      this.begin(settings, bodyOf(messages, { ...settings, ...length }, isPlain));
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
@@ -79,8 +82,9 @@ export class Pane {
     }
     if (note === "Stopped.") note = "Stopped. This turn is not sent to the model with later questions.";
     const isWhole = this.report !== null;
-    if (isWhole && !text.trim()) note = this.emptiness();
-    return { text, isWhole, isExact, isBad, note, verdict: isWhole ? this.verdict(text) : null };
+    if (isWhole && !text.trim()) note = emptiness(this.report);
+    const verdict = isWhole ? this.verdict(text) : null;
+    return { text, isWhole, isExact, isBad, note, verdict, speed: isWhole ? speedOf(this.report) : null };
   }
 
   say(note, isBad) {
@@ -90,7 +94,8 @@ export class Pane {
 
   begin(settings, body) {
     this.pause();
-    const trace = new Trace(settings.gen_length, this.ends);
+    const length = settings.gen_length ?? this.controls.autoLength.first;
+    const trace = new Trace(length, this.options.end_ids);
     this.body = body;
     this.used = settings;
     this.abort = new AbortController();
@@ -124,9 +129,14 @@ export class Pane {
   }
 
   resize(length) {
-    if (this.trace.frames.length && length > this.trace.length) this.trace.grow(length);
-    else this.trace = new Trace(length, this.ends);
-    this.board.show(this.trace, blockLengthOf(this.used));
+    if (this.trace.frames.length && length > this.trace.length) {
+      this.trace.grow(length);
+      this.board.arrange();
+      this.put("readout", `The canvas has grown to ${length} tokens.`);
+    } else {
+      this.trace = new Trace(length, this.options.end_ids);
+      this.board.show(this.trace, blockLengthOf(this.used));
+    }
   }
 
   finish() {
@@ -140,13 +150,6 @@ export class Pane {
     this.announce(this.describe());
     const isShort = this.report?.diffusion.denoise_ms < SHORT_MS && this.trace.frames.length > 1;
     if (isShort && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
-  }
-
-  // The reason why an answer has no text.
-  emptiness() {
-    const { numEnds, numOthers } = this.trace.counted();
-    const count = numEnds || numOthers, kind = numEnds ? "end token" : "token without text";
-    return `empty answer: ${count} ${count === 1 ? kind : kind.replace("token", "tokens")}`;
   }
 
   // Whether an answer matches the requested format: [is match, description], or null if unknown.
@@ -168,10 +171,17 @@ export class Pane {
 
   // Restore the empty canvas and the server's settings.
   reset() {
-    this.pause();
+    this.clear();
     this.controls.reset();
     this.summarise();
-    this.trace = this.body = this.report = null;
+  }
+
+  // Restore the empty canvas.
+  clear() {
+    this.pause();
+    clearInterval(this.ticking);
+    this.trace = this.body = this.used = this.report = null;
+    this.put("readout", "");
     this.root.dataset.state = "empty";
     this.part("error").hidden = true;
     for (const part of ["step", "forwards", "committed", "rate", "seconds", "left"]) this.put(part, "–");
@@ -183,7 +193,7 @@ export class Pane {
     const { trace } = this;
     if (!trace?.frames.length) return `${this.name}: no answer.`;
     return `${this.name}: step ${trace.frame?.step ?? 0}, ${trace.frame?.committed ?? 0} of ` +
-      `${trace.length} tokens committed.`;
+      `${trace.frame?.length ?? trace.length} tokens committed.`;
   }
 
   // ---- counters ------------------------------------------------------------------------------
@@ -198,7 +208,7 @@ export class Pane {
     this.put("step", shown ? `${shown.step}${of}` : "0");
     this.put("forwards", report?.diffusion.num_forwards ?? newest?.step ?? 0);
     this.part("guessed").hidden = !trace.hasGuesses;
-    this.put("committed", `${shown?.committed ?? 0}/${trace.length}`);
+    this.put("committed", `${shown?.committed ?? 0}/${shown?.length ?? trace.length}`);
     const answered = report ? report.token_ids[0].length : trace.counted().numOthers;
     this.put("rate", newest ? rounded(answered / seconds) : "–");
     this.put("seconds", `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`);
@@ -285,6 +295,7 @@ export class Pane {
     const { trace } = this, state = trace.view.state[i], block = blockLengthOf(this.used);
     const where = `position ${i + 1}${block ? `, block ${Math.floor(i / block) + 1}` : ""}`;
     if (state === MASKED) return `${where}: masked`;
+    if (state === ABSENT) return `${where}: not part of the canvas yet`;
     if (state === UNUSED) return `${where}: not needed, because the answer ended before it`;
     const what = state === PROPOSED ? "proposed" : trace.isFresh(i) ? "just committed"
       : state === EDITED ? "edited" : "committed";
@@ -306,11 +317,7 @@ export class Pane {
     const title = `${this.used.algorithm}: ${this.trace.length} tokens in ` +
       `${this.trace.frames.at(-1).step} steps`;
     const text = svgOf(this.trace, blockLengthOf(this.used), inks(this.root), title);
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
-    link.download = `mosaic-${this.used.algorithm}.svg`;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    saveFile(`mosaic-${this.used.algorithm}.svg`, text, "image/svg+xml");
   }
 
   async copyCurl() {
@@ -325,6 +332,17 @@ export class Pane {
 function blockLengthOf(settings) {
   return settings.algorithm === "adablock" ? 0 : settings.block_length ?? 0;
 }
+
+// The reason why an answer has no text.
+function emptiness({ diffusion, usage }) {
+  const numEnds = diffusion.num_end_tokens;
+  const count = numEnds || usage.completion_tokens, kind = numEnds ? "end token" : "token without text";
+  return `empty answer: ${count} ${count === 1 ? kind : kind.replace("token", "tokens")}`;
+}
+
+const speedOf = ({ diffusion, token_ids }) => ({
+  tokens: token_ids[0].length, seconds: diffusion.denoise_ms / 1000, steps: diffusion.num_steps,
+});
 
 const rounded = (value) => (value >= 100 ? Math.round(value) : value.toFixed(1));
 

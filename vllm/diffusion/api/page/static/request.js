@@ -28,6 +28,20 @@ export function bodyOf(messages, settings, isPlain) {
   return { ...asked, ...settings };
 }
 
+const CHAT_TOKENS = 64; // most tokens that a chat template adds to a message
+
+// The fields that set the length of the answer. If the user chose no length, the server decides it.
+// auto: the algorithm's `auto_length`. room: the model's longest sequence, in tokens.
+export function lengthOf({ gen_length, canvas }, messages, auto, room) {
+  if (gen_length || !auto) return {};
+  const kind = canvas ?? auto.canvas;
+  if (kind === "fixed") return { canvas: kind };
+  // A token has at least one byte. Without a limit, the answer may fill the room that is left.
+  const bytes = messages.reduce((sum, m) => sum + new Blob([m.content]).size + CHAT_TOKENS, 0);
+  const fits = bytes + auto.max_tokens <= room;
+  return { ...(kind && { canvas: kind }), ...(fits && { max_tokens: auto.max_tokens }) };
+}
+
 // Send a request and call `onEvent` with every event; returns when the answer is complete.
 export async function ask(body, onEvent, signal) {
   const response = await reach("generate", {

@@ -3,7 +3,8 @@
 // costs only the changes between them.
 
 // States of a position; committed states have the highest numbers. UNUSED: after the answer's end.
-export const MASKED = 0, PROPOSED = 1, UNUSED = 2, COMMITTED = 3, EDITED = 4;
+// ABSENT: the canvas has not grown that far yet.
+export const MASKED = 0, PROPOSED = 1, UNUSED = 2, ABSENT = 3, COMMITTED = 4, EDITED = 5;
 
 // The parts of a position's state, which a change stores before and after the step.
 const PARTS = ["ids", "confidence", "state", "guessed"];
@@ -16,10 +17,11 @@ class Board {
     this.guessed = new Uint8Array(length); // 1: committed by an accepted draft
   }
 
-  // A copy with masked positions at the end.
+  // A copy with absent positions at the end.
   grown(length) {
     const board = new Board(length);
     for (const part of PARTS) board[part].set(this[part]);
+    board.state.fill(ABSENT, this.state.length);
     return board;
   }
 }
@@ -29,7 +31,7 @@ export class Trace {
   constructor(length, ends = []) {
     this.length = length;
     this.ends = new Set(ends);
-    this.frames = []; // {step, seconds, positions, before, after, fresh}
+    this.frames = []; // {step, seconds, length, positions, before, after, committed, fresh}
     this.texts = new Map(); // token id -> text
     this.view = new Board(length); // the frame that is shown
     this.at = -1; // index of the shown frame; -1: the empty canvas
@@ -37,7 +39,7 @@ export class Trace {
     this.numCommitted = 0;
   }
 
-  // Continue on a longer canvas. Earlier frames show its new positions as masks.
+  // Continue on a longer canvas, whose new positions are absent in earlier frames.
   grow(length) {
     this.length = length;
     this.view = this.view.grown(length);
@@ -71,7 +73,8 @@ export class Trace {
       after.state[k] = this.head.state[i] = UNUSED;
     });
     const positions = Uint32Array.from(left);
-    this.append({ step, seconds, positions, before, after, committed, fresh: new Set() });
+    const { length } = this;
+    this.append({ step, seconds, length, positions, before, after, committed, fresh: new Set() });
   }
 
   // Whether position i of a canvas differs from the latest frame; also stores its text.
@@ -101,8 +104,8 @@ export class Trace {
       this.head.guessed[i] = after.guessed[k] = Number(state >= COMMITTED && !!canvas.guessed?.[i]);
     });
     const positions = Uint32Array.from(changed);
-    const committed = this.numCommitted;
-    return { step: canvas.step, seconds, positions, before, after, committed, fresh: new Set(fresh) };
+    const { length, numCommitted: committed } = this, { step } = canvas;
+    return { step, seconds, length, positions, before, after, committed, fresh: new Set(fresh) };
   }
 
   // Show frame `index`.
@@ -133,7 +136,7 @@ export class Trace {
   }
 
   textAt(i) {
-    const isEmpty = this.view.state[i] === MASKED || this.view.state[i] === UNUSED;
+    const isEmpty = [MASKED, UNUSED, ABSENT].includes(this.view.state[i]);
     return isEmpty ? "" : this.texts.get(this.view.ids[i]) ?? "";
   }
 
