@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.api.decisions.bodies import MAX_QUESTIONS, Call, read_body
+from vllm.diffusion.api.decisions.bodies import MAX_QUESTIONS, DecisionCall, read_body
 from vllm.diffusion.core.errors import InvalidParameterError
 
 NUM_BODIES = 2000
@@ -86,7 +86,7 @@ def test_random_bodies_are_read_or_refused_by_name() -> None:
     for _ in range(NUM_BODIES):
         body = broken(draw)
         try:
-            assert isinstance(read_body(body), Call)
+            assert isinstance(read_body(body), DecisionCall)
         except InvalidParameterError as error:
             num_refused += 1
             assert error.field

@@ -142,7 +142,7 @@ class BodyQuestion:
     question: Question
 
 
-class Call(NamedTuple):
+class DecisionCall(NamedTuple):
     """A body that has been read.
 
     Attributes:
@@ -168,7 +168,7 @@ class Call(NamedTuple):
         return "input" if self.is_openai else "state"
 
 
-def read_body(body: Mapping[str, Any]) -> Call:
+def read_body(body: Mapping[str, Any]) -> DecisionCall:
     """Check a body and convert it to a call.
 
     Raises:
@@ -194,11 +194,11 @@ def read_body(body: Mapping[str, Any]) -> Call:
         _check_identifiers(body)
         state = text_of_input("input", body["input"])
         questions = _list_of_questions(body.get("questions"))
-        return Call(True, state, None, questions, values, salt, None)
+        return DecisionCall(True, state, None, questions, values, salt, None)
     instructions, kwargs = _system_one(body)
     questions = _questions_by_id(body.get("questions"))
     state = state_text(body["state"])
-    return Call(False, state, instructions, questions, values, salt, kwargs)
+    return DecisionCall(False, state, instructions, questions, values, salt, kwargs)
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:

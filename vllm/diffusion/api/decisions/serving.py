@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.decisions.bodies import Call, read_body
+from vllm.diffusion.api.decisions.bodies import DecisionCall, read_body
 from vllm.diffusion.api.decisions.calibration import load
 from vllm.diffusion.api.decisions.faults import BodyFault
 from vllm.diffusion.api.decisions.orders import in_order, is_reversed, option_orders, undo
@@ -119,7 +119,7 @@ class DecisionsHandler:
         content = self._openai if call.is_openai else self._system_one
         return {**content(results, reading, request_id), "diffusion": report}
 
-    def _options(self, call: Call) -> ReadOptions:
+    def _options(self, call: DecisionCall) -> ReadOptions:
         values = call.values
         can_join = self._strategy.max_passes > 1
         if values.get("joint") and not can_join:
@@ -138,7 +138,7 @@ class DecisionsHandler:
             terms={name: values[name] for name in TERMS if name in values},
         )
 
-    def _refuse_mask_tokens(self, call: Call) -> None:
+    def _refuse_mask_tokens(self, call: DecisionCall) -> None:
         mask = self._strategy.mask_token
         if mask in call.state:
             raise BodyFault(call.state_field, "holds the mask token")
@@ -153,7 +153,7 @@ class DecisionsHandler:
 
     async def _read(
         self,
-        call: Call,
+        call: DecisionCall,
         options: ReadOptions,
         orders: Sequence[Sequence[tuple[int, ...]]],
         request_id: str,
@@ -296,7 +296,7 @@ def _openai_answer(result: _Result) -> dict[str, Any]:
 
 
 def _report(
-    reading: Reading, options: ReadOptions, call: Call, is_calibrated: bool
+    reading: Reading, options: ReadOptions, call: DecisionCall, is_calibrated: bool
 ) -> dict[str, Any]:
     """Return how a call was read."""
     num_orders = len(reading.orders)
