@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
+from reference import likelihood
 
-from tests.reference import likelihood
 from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
 from tests.server.reference import CLOSE, mask_id, model, tokenizer

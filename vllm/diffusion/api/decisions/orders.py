@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.api.decisions.bodies import BodyQuestion
+    from vllm.diffusion.api.decisions.calls import BodyQuestion
     from vllm.entrypoints.generate.structured_decisions.question_types import Question
 
 Order = tuple[int, ...]  # indices of options, in the order in which they are shown

@@ -9,8 +9,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.decisions.bodies import DecisionCall, read_body
 from vllm.diffusion.api.decisions.calibration import load
+from vllm.diffusion.api.decisions.calls import DecisionCall, read_body
 from vllm.diffusion.api.decisions.faults import BodyFault
 from vllm.diffusion.api.decisions.orders import in_order, is_reversed, option_orders, undo
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
@@ -24,8 +24,8 @@ from vllm.entrypoints.generate.structured_decisions.question_types import Struct
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.api.decisions.bodies import BodyQuestion
     from vllm.diffusion.api.decisions.calibration import Calibration
+    from vllm.diffusion.api.decisions.calls import BodyQuestion
     from vllm.diffusion.api.likelihood.typed_decisions import BlockStrategy, Reading
     from vllm.diffusion.config import Settings
     from vllm.entrypoints.generate.structured_decisions.strategies import QuestionRead

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.api.decisions.bodies import MAX_QUESTIONS, DecisionCall, read_body
+from vllm.diffusion.api.decisions.calls import MAX_QUESTIONS, DecisionCall, read_body
 from vllm.diffusion.core.errors import InvalidParameterError
 
 NUM_BODIES = 2000
