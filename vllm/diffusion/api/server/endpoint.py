@@ -20,7 +20,7 @@ from vllm.diffusion.api.bodies import (
     check_prompt,
     refuse_fields,
 )
-from vllm.diffusion.api.decisions.bodies import DecisionsBody, fields_of, refuse_openai_body
+from vllm.diffusion.api.decisions.calls import DecisionsBody, fields_of, refuse_openai_body
 from vllm.diffusion.api.decisions.serving import DecisionsHandler, make_handler
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import shown
