@@ -24,8 +24,8 @@ def wheel(tmp_path: Path) -> Path:
     }
     texts["vllm/v1/requests/one.py"] = texts.pop(MOVED)
     texts[INTERFACE] = texts[INTERFACE].replace(
-        "    def get_num_unfinished_requests(", "    def has_request(self, request_id: str): ...\n\n"
         "    def get_num_unfinished_requests(",
+        "    def has_request(self, request_id: str): ...\n\n    def get_num_unfinished_requests(",
     )
     path = tmp_path / "vllm-9.9.9-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
