@@ -330,6 +330,24 @@ def without(logits_of: LogitsOf, tokens: Collection[int]) -> LogitsOf:
     return logits
 
 
+def _scanned(
+    written: dict[int, int],
+    tokens: Sequence[int],
+    marks: dict[int, bool],
+    edit_ids: tuple[int, int],
+    mask_id: int,
+) -> list[tuple[int, bool]]:
+    """Delete and insert as the `written` tokens of a block say; return tokens with their marks."""
+    delete, split = edit_ids
+    scanned: list[tuple[int, bool]] = []
+    for p, token in written.items():
+        if token == split:
+            scanned += [(mask_id, False), (tokens[p], marks[p])]
+        elif token != delete:
+            scanned.append((token, marks[p]))
+    return [*scanned, *[(mask_id, False)] * len(written)][: len(written)]
+
+
 def llada22(
     logits_of: LogitsOf,
     prompt: Sequence[int],
@@ -349,7 +367,6 @@ def llada22(
 
     FluxServe's rule ends a loop that repeats itself.
     """
-    delete, split = edit_ids
     allowed = without(logits_of, [mask_id])
     row = _Row(allowed, prompt, gen_length, block_length, mask_id, stop_ids, draw)
     for start in row.block_starts:
@@ -392,13 +409,7 @@ def llada22(
                 weak = min(changed, key=lambda p: (conf[p], p))
                 written[weak] = next(x for x in ranked[weak] if x != written[weak])
             seen.append(list(written.values()))
-            scanned: list[tuple[int, bool]] = []
-            for p in own:
-                if written[p] == split:
-                    scanned += [(mask_id, False), (row.tokens[p], marks[p])]
-                elif written[p] != delete:
-                    scanned.append((written[p], marks[p]))
-            scanned = [*scanned, *[(mask_id, False)] * len(own)][: len(own)]
+            scanned = _scanned(written, row.tokens, marks, edit_ids, mask_id)
             is_stable = [token for token, _ in scanned] == row.tokens[own.start : end]
             marks = {p: mark for p, (_, mark) in zip(own, scanned, strict=True)}
             row.write({p: token for p, (token, _) in zip(own, scanned, strict=True)})

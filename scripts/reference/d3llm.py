@@ -118,11 +118,8 @@ def multi_block(
     num_blocks, _ = split_steps(gen_length, block_length, None)
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     blocks = _Blocks(loop, num_blocks, block_length, block_add_threshold, decoded_token_threshold)
-    reuse = None
-    if cache == "delayed":
-        reuse = _Delayed(loop, blocks, cache_delay_iter, refresh_interval, variant)
-
-    iteration = 0
+    delayed = _Delayed(loop, blocks, cache_delay_iter, refresh_interval, variant)
+    reuse, iteration = delayed if cache == "delayed" else None, 0
     while True:
         masked = loop.masked(0, len(loop.row))  # before an early stop fills some of them
         if not masked and len(blocks.created) == num_blocks + 1:
@@ -144,9 +141,7 @@ def multi_block(
             logits = reused
         forced = next((b for b in blocks.created[1:] if b.full and b.num_masked > 0), None)
         span = (forced.start, forced.end) if forced else None
-        select = by_entropy(threshold, span)
-        if variant == "dream":
-            select = by_entropy_below(threshold, span)
+        select = (by_entropy_below if variant == "dream" else by_entropy)(threshold, span)
         step = loop.decide(
             blocks.created.index(forced) - 1 if forced else 0,
             logits,
@@ -154,10 +149,9 @@ def multi_block(
             select,
             score=ENTROPY,
         )
-        decoded = [p for p, token in step.committed.items() if token != loop.options.ids.mask]
-        for block in blocks.created[1:]:
-            if block.num_masked > 0:
-                block.num_masked -= sum(block.start <= p < block.end for p in decoded)
+        blocks.count_off(
+            [p for p, token in step.committed.items() if token != loop.options.ids.mask]
+        )
         loop.check_change()
     return loop.result()
 
@@ -184,6 +178,12 @@ class _Blocks:
             prompt,
             Block(first, first + block_length, block_length, decoded_token_threshold <= 1),
         ]
+
+    def count_off(self, decoded: list[int]) -> None:
+        """Subtract the positions that were decoded from the masks of their blocks."""
+        for block in self.created[1:]:
+            if block.num_masked > 0:
+                block.num_masked -= sum(block.start <= p < block.end for p in decoded)
 
     def promote(self) -> None:
         """Make blocks full whose previous block is sufficiently decoded."""
