@@ -2,7 +2,15 @@
 """The decoders of d3LLM (arXiv:2601.07568): entropy thresholds, several blocks at once.
 
 `multi_block` opens the next block while earlier blocks still have masks, with or without a delayed
-reuse of keys and values.
+reuse of keys and values. Deviations from the published code: the cache only has the rows before
+`cached_len` (in the source it may hold some rows twice), num_forwards does not count a last
+iteration that ends before its forward pass, and an accepted mask token is not counted as decoded.
+
+Its variants: with "llada" the lowest entropy of all is always accepted, and others up to the
+threshold (default 0.5); with "dream" only entropies strictly below the threshold are accepted
+(default 0.9). In both, the first full block with masks accepts at least one. cache "delayed" reuses
+keys and values of blocks that have been without masks for cache_delay_iter iterations. RuntimeError
+is raised if a forward pass changes nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -100,18 +108,7 @@ def multi_block(
     variant: str = "llada",
     **options: Any,
 ) -> Decoded:
-    """Decode several blocks at once.
-
-    variant llada: the lowest entropy of all is always accepted, and others up to the threshold
-    (default 0.5). variant dream: only entropies strictly below the threshold are accepted (default
-    0.9). In both, the first full block with masks accepts at least one. cache "delayed" reuses keys
-    and values of blocks that have been without masks for cache_delay_iter iterations.
-
-    Deviations from the published code: the cache only has the rows before `cached_len` (in the
-    source it may hold some rows twice), num_forwards does not count a last iteration that ends
-    before its forward pass, and an accepted mask token is not counted as decoded. Raises
-    RuntimeError if a forward pass changes nothing.
-    """
+    """Decode several blocks at once; the module's docstring describes the parameters."""
     if threshold is None:
         threshold = 0.5 if variant == "llada" else 0.9
     options.setdefault("confidence_dtype", "float64")
@@ -131,7 +128,7 @@ def multi_block(
         blocks.promote()
         if eos is None:
             blocks.create_next()
-        active_end = max(b.end for b in blocks.created if b.full or b.num_masked > 0)
+        active_end = blocks.active_end
         if reuse is None:
             logits = guided_logits(loop.model, loop.row, loop.known, loop.options)
         else:
@@ -139,7 +136,7 @@ def multi_block(
             if reused is None:
                 break
             logits = reused
-        forced = next((b for b in blocks.created[1:] if b.full and b.num_masked > 0), None)
+        forced = blocks.forced
         span = (forced.start, forced.end) if forced else None
         select = (by_entropy_below if variant == "dream" else by_entropy)(threshold, span)
         step = loop.decide(
@@ -178,6 +175,16 @@ class _Blocks:
             prompt,
             Block(first, first + block_length, block_length, decoded_token_threshold <= 1),
         ]
+
+    @property
+    def active_end(self) -> int:
+        """The end of the last block that is full or has masks."""
+        return max(b.end for b in self.created if b.full or b.num_masked > 0)
+
+    @property
+    def forced(self) -> Block | None:
+        """The first full block with masks, which accepts at least one token."""
+        return next((b for b in self.created[1:] if b.full and b.num_masked > 0), None)
 
     def count_off(self, decoded: list[int]) -> None:
         """Subtract the positions that were decoded from the masks of their blocks."""
