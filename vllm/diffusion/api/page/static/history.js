@@ -20,6 +20,14 @@ export class History {
     this.current = current;
     await this.draw();
     if (!this.dialog.open) this.dialog.showModal();
+    this.focus(current);
+  }
+
+  // Focus a conversation, or the first one.
+  focus(id) {
+    const items = [...this.list.querySelectorAll(".past")];
+    const item = items.find((one) => one.dataset.id === id) ?? items[0];
+    (item?.querySelector(".open") ?? this.dialog.querySelector(".close")).focus();
   }
 
   async draw() {
@@ -33,6 +41,7 @@ export class History {
 
   itemOf(conversation) {
     const item = element("li", "past");
+    item.dataset.id = conversation.id;
     const open = button("", "", () => this.open(conversation));
     open.className = "open";
     open.append(element("span", "", conversation.name), timeOf(conversation.changed));
@@ -77,7 +86,7 @@ export class History {
       const title = input.value.trim();
       if (isNew && title && title !== conversation.name) await this.acts.rename(conversation, title);
       await this.draw();
-      this.dialog.querySelector(".close").focus();
+      this.focus(conversation.id);
     };
     input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== "Escape") return;
