@@ -309,7 +309,8 @@ def differences(model: Any, prompt: Sequence[int], trajectory: dict[str, Any]) -
     is_grid = is_of_grid(parameters)
     filters = (parameters["top_k"], parameters["top_p"], parameters["min_p"] or None)
     is_cut = parameters["min_p"] > 0 or (filters != (None,) * 3 and not (is_dream or is_grid))
-    if is_edited or is_cut or parameters["suffix_ids"]:
+    has_margin = parameters.get("frechet_margin") is not None
+    if is_edited or is_cut or has_margin or parameters["suffix_ids"]:
         return None
     if trajectory["mask_forbidden"] and parameters["algorithm"] != "hierarchy_block":
         return None  # The published loops never forbid the mask token.

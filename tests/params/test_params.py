@@ -461,6 +461,15 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
     assert error.wanted.count(", ") == 2
 
 
+def test_a_margin_replaces_the_factor() -> None:
+    assert resolve(algorithm="factor").frechet_margin is None
+    error = refusal(algorithm="factor", factor=2.0, frechet_margin=0.1)
+    assert (error.field, error.wanted) == (
+        "frechet_margin",
+        "wanted factor or frechet_margin, not both",
+    )
+
+
 def test_none_counts_as_not_given() -> None:
     everything: dict[str, Any] = dict.fromkeys(fields.SPELLINGS)
     assert resolve(**everything) == resolve()
@@ -471,6 +480,7 @@ def test_none_counts_as_not_given() -> None:
 USED: dict[str, Any] = {
     "threshold": 0.3,
     "factor": 2.0,
+    "frechet_margin": 0.2,
     "relaxed_threshold": 0.5,
     "radius": 7,
     "low_threshold": 0.1,
@@ -587,6 +597,8 @@ WRONG: list[tuple[str, Any]] = [
     ("refresh_interval", 0),
     ("cache_delay_iter", -1),
     ("factor", -0.5),
+    ("frechet_margin", -0.1),
+    ("frechet_margin", 1.5),
     ("gen_length", True),
     ("steps", -1),
     ("block_length", 0),

@@ -103,6 +103,19 @@ def test_the_answer_is_the_same(client: Client, route: str) -> None:
     assert rest[-1]["diffusion"]["num_forwards"] == silent[-1]["diffusion"]["num_forwards"]
 
 
+def test_mercurys_field_streams_the_canvas(client: Client) -> None:
+    streams = [
+        client.events(CHAT, body_for(CHAT, gen_length=32, steps=4, **fields))
+        for fields in ({"diffusing": True}, {"stream_canvas": True}, {"diffusing": False})
+    ]
+    ours, own, plain = (
+        [chunk["diffusion"]["canvas"] for chunk in stream if "canvas" in chunk.get("diffusion", {})]
+        for stream in streams
+    )
+    assert ours[-1] == own[-1]
+    assert plain == []
+
+
 def test_several_answers_have_a_canvas_each(client: Client) -> None:
     for route in ROUTES:
         parameters = {**ASKED, "n": 2, "temperature": 1.0, "stream_canvas": True}

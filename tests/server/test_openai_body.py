@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -79,6 +79,23 @@ def test_what_is_left_out_is_named(kind: Any) -> None:
     request = kind(messages=MESSAGES, **parameters)
     prepare(request, model_config(), "{% if enable_thinking %}")  # the template reads the field
     assert "reasoning_effort" not in request.vllm_xargs["dllm_ignored"]
+
+
+def test_the_names_of_mercurys_api_are_read() -> None:
+    """`instant` turns thinking off, and `diffusing` asks for the canvas of every step."""
+    instant = chat(reasoning_effort="instant")
+    assert instant.reasoning_effort == "none"
+    assert instant.vllm_xargs["dllm_ignored"] == []
+    assert chat(diffusing=True, stream=True).vllm_xargs["stream_canvas"] is True
+    for fields in ({"diffusing": False, "stream": True}, {"diffusing": False}):
+        assert chat(**fields).vllm_xargs == {"dllm_ignored": []}
+    others: dict[str, Any] = {"realtime": True, "reasoning_summary": True}
+    others |= {"reasoning_summary_wait": False, "diffusing": True}
+    assert sorted(chat(**others).vllm_xargs["dllm_ignored"]) == sorted(others)
+    with pytest.raises(ValidationError, match="contradicts stream_canvas"):
+        chat(diffusing=True, stream=True, stream_canvas=False)
+    with pytest.raises(ValidationError, match="wanted true or false"):
+        chat(diffusing="yes")
 
 
 def test_fields_that_edit_logits_are_handed_on_as_upstream_has_them() -> None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's decisions: both bodies, the types of answers, and what is refused."""
+"""OpenAI's decisions: both bodies, the types of answers, and refusals."""
 
 from typing import Any
 
 import pytest
+import torch
 from openai import OpenAI
+from reference import likelihood
 
 from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
+from tests.server.reference import CLOSE, mask_id, model, tokenizer
 
 ROUTE = "/v1/decisions"
 SYSTEM_ONE = "/v1/systemone"
@@ -81,6 +84,47 @@ def test_a_call_is_one_forward(client: Client) -> None:
     assert answer["diffusion"]["num_forwards"] == 1
     assert answer["diffusion"]["format"] == "short"
     assert answer.keys() == {"model", "answers", "usage", "diagnostics", "diffusion"}
+
+
+SHEET = f"""{INPUT}
+
+Answer every question on its own line: the number of the question, a colon, the answer. \
+A question without options: yes or no. \
+A question with lettered options: the letter of one option. \
+A question with numbered levels: the number of one level.
+1. Is Paris a capital?
+2. Which? A: "true"; B: true - logic; C: "city"
+3. How large? 0: low; 1: high - very"""
+
+
+def test_the_short_form_is_read_as_the_reference_model_reads_it(client: Client) -> None:
+    def encode(text: str) -> list[int]:
+        return list(tokenizer().encode(text, add_special_tokens=False))
+
+    tokens = list(
+        tokenizer().apply_chat_template(
+            [{"role": "user", "content": SHEET}], add_generation_prompt=True, return_dict=False
+        )
+    )
+    positions, line_end = [], encode("\n")
+    for number in (1, 2, 3):
+        tokens += encode(f"{number}:")
+        positions.append(len(tokens))
+        tokens += [mask_id(), *line_end]
+    tokens.append(tokenizer().convert_tokens_to_ids("<|eot_id|>"))
+    rows = likelihood.log_probabilities(model(), tokens, 0, 0.0, mask_id())
+    wanted, masses = [], []
+    for position, labels in zip(positions, (("yes", "no"), "ABC", "01"), strict=True):
+        values = rows[position][[encode(f"1: {label}")[2] for label in labels]]
+        wanted.append(torch.softmax(values, dim=0).tolist())
+        masses.append(values.exp().sum().item())
+    answer = decide(client)
+    assert numbers(answer["answers"]) == pytest.approx(
+        [wanted[0][0], *wanted[1], *wanted[2]], rel=2e-5, abs=2e-5
+    )
+    actual = [one["label_mass"] for one in answer["diagnostics"]]
+    assert actual == pytest.approx(masses, **CLOSE)
+    assert answer["usage"]["input_tokens"] == len(tokens)
 
 
 def test_both_bodies_and_systemone_agree(client: Client) -> None:

@@ -2,8 +2,8 @@
 """Parallel decoding: commits all candidates that are certain enough.
 
 The criteria are a confidence threshold, a factor (Fast-dLLM, Wu et al., arXiv:2505.22618; its
-dynamic transfer), and an entropy threshold (SGLang's EntropyThreshold, for models of d3LLM,
-arXiv:2601.07568).
+dynamic transfer), a margin between Fréchet bounds (Fast-dLLM++, arXiv:2606.02955), and an entropy
+threshold (SGLang's EntropyThreshold, for models of d3LLM, arXiv:2601.07568).
 """
 
 from __future__ import annotations
@@ -41,14 +41,21 @@ class EntropyThreshold(UntilFilledRule):
 class Factor(UntilFilledRule):
     """Commits the largest number of the most certain candidates that the factor allows.
 
-    The more candidates are committed together, the more certain each of them must be.
+    The more candidates are committed together, the more certain each of them must be. With
+    `frechet_margin`, the margin replaces the factor.
     """
 
     def accept(self, candidates: Candidates) -> Mask:
         order = most_certain_first(candidates.scores)
         ordered = np.nan_to_num(candidates.scores, nan=-np.inf)[order]
+        margin, factor = self.params.frechet_margin, self.params.factor
+        count = (
+            num_within_factor(ordered, factor)
+            if margin is None
+            else num_within_margin(ordered, margin)
+        )
         accepted = np.zeros(order.size, dtype=np.bool_)
-        accepted[order[: num_within_factor(ordered, self.params.factor)]] = True
+        accepted[order[:count]] = True
         return accepted
 
 
@@ -65,3 +72,15 @@ def num_within_factor(scores: Array, factor: float) -> int:
     last = scores.size - 1
     first_failure = int(failures[0]) if failures.size else last
     return first_failure + (first_failure == last)
+
+
+def num_within_margin(scores: Array, margin: float) -> int:
+    """Return how many of `scores` [R] float64, descending, leave a margin between two bounds.
+
+    Whatever their dependence, the n best candidates are all right with a probability of at least
+    L = c_1 + ... + c_n - (n - 1) (Fréchet). Another choice has a probability of at most
+    U = 1 - c_n, because it changes at least one candidate. The largest n with L - U > margin is
+    returned, and at least 1. L - U does not grow with n, so all smaller n satisfy it, too.
+    """
+    lower = np.cumsum(scores) - np.arange(scores.size)
+    return max(1, int(np.count_nonzero(lower - (1 - scores) > margin)))

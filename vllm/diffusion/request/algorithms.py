@@ -147,9 +147,9 @@ ALGORITHMS: dict[str, Algorithm] = {
             "threshold.Factor",
             "the n most confident candidates of the block: the largest n whose n-th confidence is "
             "at least 1 - `factor` / (n + 1), but at least 1; if only one candidate would remain, "
-            "it is committed, too",
+            "it is committed, too. `frechet_margin` replaces the condition on n",
             source=2,
-            parameters=("factor",),
+            parameters=("factor", "frechet_margin"),
             random_scores="all",
         ),
         Algorithm(
@@ -441,6 +441,13 @@ def _early_stop(value: bool, request: Request) -> bool:
     return value and not request.values["suffix_ids"]
 
 
+def _frechet_margin(margin: float | None, request: Request) -> float | None:
+    if margin is not None and "factor" in request.given:
+        wanted = "wanted factor or frechet_margin, not both"
+        raise InvalidParameterError("frechet_margin", margin, wanted)
+    return margin
+
+
 def _sub_block_length(length: int, request: Request) -> int:
     """Return a divisor of the block length; replace an unsuitable default by the whole block."""
     name, block_length = "sub_block_length", request.lengths.block_length
@@ -486,6 +493,15 @@ class AlgorithmParams:
         "confidence is at least 1 - factor / (n + 1)",
         default=1.0,
         minimum=0,
+    )
+    frechet_margin: float | None = algorithm_param(
+        "factor: replaces `factor`; commits the n most confident candidates with the largest n for "
+        "which L - U > frechet_margin, where L is the sum of their confidences minus n - 1, and U "
+        "is 1 minus the n-th confidence",
+        default_text="none: factor decides",
+        minimum=0,
+        maximum=1,
+        resolve=_frechet_margin,
     )
     relaxed_threshold: float = algorithm_param(
         "local_leap: the threshold of candidates within `radius` positions of one that "

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm.diffusion.core.errors import ServerConfigError
 
 if TYPE_CHECKING:
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 KINDS = ("predicate", "choice", "score")
 SETTING = "decision_calibration"
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 50.0
-NUM_BINS = 15  # of the expected calibration error
+NUM_BINS = 15  # bins of the expected calibration error
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_SECTIONS = 80  # of the golden section search
+_SECTIONS = 80  # steps of the golden section search
 _LEAST = 1e-300  # probability whose logarithm is taken at least
 
 # Label probabilities of a question, and the index of the right label.
@@ -120,11 +122,25 @@ def fit_temperature(examples: Sequence[Labelled]) -> float:
 
     The logarithm of the temperature is searched, where the likelihood has one maximum.
     """
+    groups: dict[int, list[Labelled]] = {}
+    for example in examples:
+        groups.setdefault(len(example[0]), []).append(example)
+    tables = [
+        (np.log(np.maximum([p for p, _ in group], _LEAST)), np.array([right for _, right in group]))
+        for group in groups.values()
+    ]
 
     def loss(log_temperature: float) -> float:
-        return negative_log_likelihood(examples, math.exp(log_temperature))
+        return sum(_loss_of(logits / math.exp(log_temperature), right) for logits, right in tables)
 
     return math.exp(_minimum(loss, math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE)))
+
+
+def _loss_of(logits: np.ndarray, right: np.ndarray) -> float:
+    """Return the negative log likelihood of the right labels, summed over the rows of logits."""
+    highest = logits.max(axis=1)
+    total = np.log(np.exp(logits - highest[:, None]).sum(axis=1)) + highest
+    return float((total - logits[np.arange(len(right)), right]).sum())
 
 
 def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
@@ -140,14 +156,6 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
             right = low + _GOLDEN * (high - low)
             of_right = loss(right)
     return (low + high) / 2
-
-
-def negative_log_likelihood(examples: Sequence[Labelled], temperature: float) -> float:
-    """Return the mean negative log likelihood of the right labels."""
-    scaled = KindCalibration(temperature)
-    return -math.fsum(
-        math.log(max(scaled.applied([""] * len(p), p)[right], _LEAST)) for p, right in examples
-    ) / len(examples)
 
 
 def calibration_error(examples: Sequence[Labelled], temperature: float = 1.0) -> float:

@@ -2,9 +2,9 @@
 """Reading a call in several orders, so that answers depend less on the order of options.
 
 Order 1 is the order of the body. Order 2 reverses options and questions. Order 3 rotates options by
-half, and order 4 reverses the rotated options, and the questions. A choice that has exactly as many
-options as there are orders, three or four, is read in all its rotations instead. They start from
-the sorted options, so the average is the same for every order in the body.
+half, and order 4 reverses the rotated options, and the questions. A choice with three options in
+three orders, or with four in four, is read in all its rotations instead. They start from the sorted
+options, so the average is the same for every order in the body.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.api.decisions.bodies import Asked
+    from vllm.diffusion.api.decisions.calls import BodyQuestion
     from vllm.entrypoints.generate.structured_decisions.question_types import Question
 
 Order = tuple[int, ...]  # indices of options, in the order in which they are shown
 
 
-def option_orders(asked: Asked, count: int) -> list[Order]:
+def option_orders(item: BodyQuestion, count: int) -> list[Order]:
     """Return the orders in which the options of a question are shown."""
-    options = asked.question.options
+    options = item.question.options
     given = tuple(range(len(options)))
-    if asked.kind == "choice" and len(options) == count > 2:
+    if item.kind == "choice" and len(options) == count > 2:
         start = sorted(given, key=lambda i: (options[i].name, options[i].description or ""))
         return [(*start[i:], *start[:i]) for i in given]
     half = len(options) // 2

@@ -9,8 +9,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api.decisions.bodies import Call, read_body
 from vllm.diffusion.api.decisions.calibration import load
+from vllm.diffusion.api.decisions.calls import DecisionCall, read_body
 from vllm.diffusion.api.decisions.faults import BodyFault
 from vllm.diffusion.api.decisions.orders import in_order, is_reversed, option_orders, undo
 from vllm.diffusion.api.likelihood.prompt_scores import TERMS
@@ -24,20 +24,20 @@ from vllm.entrypoints.generate.structured_decisions.question_types import Struct
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.api.decisions.bodies import Asked
     from vllm.diffusion.api.decisions.calibration import Calibration
+    from vllm.diffusion.api.decisions.calls import BodyQuestion
     from vllm.diffusion.api.likelihood.typed_decisions import BlockStrategy, Reading
     from vllm.diffusion.config import Settings
     from vllm.entrypoints.generate.structured_decisions.strategies import QuestionRead
 
-DECIMALS = 6  # of the numbers of OpenAI's answers
+DECIMALS = 6  # decimals of the numbers in OpenAI's answers
 
 
 @dataclass
 class _Result:
     """What the reads of a question in all orders say, options in the order of the body."""
 
-    asked: Asked
+    item: BodyQuestion
     probabilities: list[float]
     label_mass: float
     argmax_is_label: bool
@@ -101,33 +101,33 @@ class DecisionsHandler:
             check_model(body.get("model"), self._model_names)
             self._refuse_mask_tokens(call)
             options = self._options(call)
-            orders = [option_orders(a, call.values.get("orders", 1)) for a in call.asked]
+            orders = [option_orders(a, call.values.get("orders", 1)) for a in call.questions]
             reading = await self._read(call, options, orders, request_id)
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         is_calibrated = self.calibration is not None and call.values.get("calibrated", True)
         results = [
             _combined(
-                asked,
+                item,
                 orders[number],
                 [_of_order(reading, order, number) for order in range(len(reading.orders))],
                 self.calibration if is_calibrated else None,
             )
-            for number, asked in enumerate(call.asked)
+            for number, item in enumerate(call.questions)
         ]
         report = _report(reading, options, call, is_calibrated)
         content = self._openai if call.is_openai else self._system_one
         return {**content(results, reading, request_id), "diffusion": report}
 
-    def _options(self, call: Call) -> ReadOptions:
+    def _options(self, call: DecisionCall) -> ReadOptions:
         values = call.values
         can_join = self._strategy.max_passes > 1
         if values.get("joint") and not can_join:
             raise BodyFault("joint", "given true; this model reads each question by itself")
         is_joint = can_join and values.get("joint", self._settings.decisions_joint)
         if values.get("passes", 1) > 1 and not is_joint:
-            text = "given 2; wanted 1: each question is read by itself"
-            raise BodyFault("passes", f"{text} with joint: false" if can_join else text)
+            text = "given 2; wanted 1: this model reads each question by itself"
+            raise BodyFault("passes", "given 2; wanted 1 with joint: false" if can_join else text)
         return ReadOptions(
             passes=values.get("passes", 1),
             form=values.get("format", SHORT),
@@ -138,22 +138,22 @@ class DecisionsHandler:
             terms={name: values[name] for name in TERMS if name in values},
         )
 
-    def _refuse_mask_tokens(self, call: Call) -> None:
+    def _refuse_mask_tokens(self, call: DecisionCall) -> None:
         mask = self._strategy.mask_token
         if mask in call.state:
             raise BodyFault(call.state_field, "holds the mask token")
         if mask in (call.instructions or ""):
             raise BodyFault("instructions", "holds the mask token")
-        for asked in call.asked:
-            question = asked.question
+        for item in call.questions:
+            question = item.question
             if mask in question.instructions:
-                raise BodyFault(f"{asked.path}.instructions", "holds the mask token")
+                raise BodyFault(f"{item.path}.instructions", "holds the mask token")
             if any(mask in f"{o.name} {o.description}" for o in question.options):
-                raise BodyFault(f"{asked.path}.{asked.options_field}", "holds the mask token")
+                raise BodyFault(f"{item.path}.{item.options_field}", "holds the mask token")
 
     async def _read(
         self,
-        call: Call,
+        call: DecisionCall,
         options: ReadOptions,
         orders: Sequence[Sequence[tuple[int, ...]]],
         request_id: str,
@@ -164,8 +164,8 @@ class DecisionsHandler:
         calls = []
         for number in range(len(orders[0])):
             questions = [
-                in_order(asked.question, of_question[number])
-                for asked, of_question in zip(call.asked, orders, strict=True)
+                in_order(item.question, of_question[number])
+                for item, of_question in zip(call.questions, orders, strict=True)
             ]
             calls.append(questions[::-1] if is_reversed(number) else questions)
         try:
@@ -179,9 +179,9 @@ class DecisionsHandler:
         except SequenceTooLong as error:
             raise BodyFault(call.state_field, str(error)) from None
         except OptionLimitError as error:
-            (asked,) = [a for a in call.asked if a.question.id == error.question.id]
-            given, limit = len(asked.question.options), error.limit
-            path = f"{asked.path}.{asked.options_field}"
+            (item,) = [a for a in call.questions if a.question.id == error.question.id]
+            given, limit = len(item.question.options), error.limit
+            path = f"{item.path}.{item.options_field}"
             raise BodyFault(path, f"given {given}; wanted 2 to {limit}") from None
         except StructuredDecisionError as error:
             raise BodyFault(call.state_field, " ".join(str(error).split())) from None
@@ -193,7 +193,7 @@ class DecisionsHandler:
         self, results: Sequence[_Result], reading: Reading, request_id: str
     ) -> dict[str, Any]:
         answers = [
-            {"type": "refusal", "name": result.asked.name}
+            {"type": "refusal", "name": result.item.name}
             if self._is_refused(result)
             else _openai_answer(result)
             for result in results
@@ -219,7 +219,7 @@ class DecisionsHandler:
     ) -> dict[str, Any]:
         answers = {}
         for result in results:
-            question = result.asked.question
+            question = result.item.question
             answers[question.id] = (
                 {"type": "refusal"}
                 if self._is_refused(result)
@@ -232,7 +232,7 @@ class DecisionsHandler:
             "model": self._model_names[0],
             "answers": answers,
             "usage": {"input_tokens": reading.num_tokens, "output_tokens": 0},
-            "diagnostics": {r.asked.question.id: r.diagnostics() for r in results},
+            "diagnostics": {r.item.question.id: r.diagnostics() for r in results},
         }
 
 
@@ -243,7 +243,7 @@ def _of_order(reading: Reading, order: int, number: int) -> QuestionRead:
 
 
 def _combined(
-    asked: Asked,
+    item: BodyQuestion,
     orders: Sequence[tuple[int, ...]],
     reads: Sequence[QuestionRead],
     file: Calibration | None,
@@ -253,13 +253,13 @@ def _combined(
     for order, read in zip(orders, reads, strict=True):
         values = read.probs
         if file is not None:
-            labels = in_order(asked.question, order).labels or [""] * len(values)
-            values = file.applied(asked.kind, labels, values)
+            labels = in_order(item.question, order).labels or [""] * len(values)
+            values = file.applied(item.kind, labels, values)
         each.append(undo(order, values))
     averages = [math.fsum(values) / len(each) for values in zip(*each, strict=True)]
     gaps = [max(values) - min(values) for values in zip(*each, strict=True)]
     return _Result(
-        asked,
+        item,
         averages,
         math.fsum(read.label_mass for read in reads) / len(reads),
         all(read.argmax_is_label for read in reads),
@@ -269,17 +269,17 @@ def _combined(
 
 def _openai_answer(result: _Result) -> dict[str, Any]:
     """Return an answer of OpenAI's body. The rounded probabilities are not normalised again."""
-    asked = result.asked
-    answer: dict[str, Any] = {"type": asked.kind, "name": asked.name}
+    item = result.item
+    answer: dict[str, Any] = {"type": item.kind, "name": item.name}
     probabilities = [round(p, DECIMALS) for p in result.probabilities]
-    if asked.kind == "predicate":
+    if item.kind == "predicate":
         return {**answer, "probability": probabilities[0]}
     confidence = round(result.confidence, DECIMALS)
-    if asked.kind == "choice":
-        pairs = zip(asked.values, probabilities, strict=True)
+    if item.kind == "choice":
+        pairs = zip(item.values, probabilities, strict=True)
         return {
             **answer,
-            "choice": asked.values[result.best],
+            "choice": item.values[result.best],
             "probabilities": [{"value": v, "probability": p} for v, p in pairs],
             "confidence": confidence,
         }
@@ -289,14 +289,14 @@ def _openai_answer(result: _Result) -> dict[str, Any]:
         "score": round(score, DECIMALS),
         "probabilities": [
             {"value": index, "label": label, "probability": p}
-            for index, (label, p) in enumerate(zip(asked.values, probabilities, strict=True))
+            for index, (label, p) in enumerate(zip(item.values, probabilities, strict=True))
         ],
         "confidence": confidence,
     }
 
 
 def _report(
-    reading: Reading, options: ReadOptions, call: Call, is_calibrated: bool
+    reading: Reading, options: ReadOptions, call: DecisionCall, is_calibrated: bool
 ) -> dict[str, Any]:
     """Return how a call was read."""
     num_orders = len(reading.orders)

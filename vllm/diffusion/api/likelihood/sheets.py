@@ -51,7 +51,7 @@ _INSTRUCTIONS = {
 
 
 class LabelError(StructuredDecisionError):
-    """The labels of a question cannot be told apart at the place of its answer."""
+    """The labels of a question have the same first token at the place of its answer."""
 
 
 class OptionLimitError(StructuredDecisionError):
@@ -120,7 +120,7 @@ class Labels:
         self._pieces: dict[str, list[int]] = {}
         self._codes: dict[Place, tuple[str, ...]] = {}
         self._short_place: Place | None = None
-        self._lines: dict[int, list[int] | None] = {}  # of the short form, by number
+        self._lines: dict[int, list[int] | None] = {}  # tokens of the short form by number
         self._has_warned = False
 
     def ids(self, place: Place, question: Question) -> tuple[int, ...]:

@@ -71,7 +71,26 @@ def _read_chat(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
         name = choice["function"].get("name")
         check_chosen_tool(name, body.get("tools"), "tool_choice.function.name")
-    return {**body, "messages": read_chat(body.get("messages"))}
+    return {**_read_mercury(body), "messages": read_chat(body.get("messages"))}
+
+
+def _read_mercury(body: dict[str, Any]) -> dict[str, Any]:
+    """Replace the fields of Mercury's API by the fields that have their effect here."""
+    if body.get("reasoning_effort") == "instant":
+        body = {**body, "reasoning_effort": "none"}
+    diffusing = body.get("diffusing", False)
+    if not isinstance(diffusing, bool):
+        raise InvalidParameterError("diffusing", diffusing, "wanted true or false")
+    # It describes a stream, so other answers list it as ignored.
+    if diffusing and not body.get("stream"):
+        return body
+    body = {name: value for name, value in body.items() if name != "diffusing"}
+    if not diffusing:
+        return body
+    if body.setdefault("stream_canvas", True) is not True:
+        wanted = f"it contradicts stream_canvas: {body['stream_canvas']!r}"
+        raise InvalidParameterError("diffusing", diffusing, wanted)
+    return body
 
 
 def _read_batch(body: dict[str, Any]) -> dict[str, Any]:

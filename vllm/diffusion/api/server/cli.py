@@ -19,6 +19,7 @@ from jinja2 import TemplateSyntaxError
 from pydantic import ValidationError
 
 from vllm.diffusion import __version__
+from vllm.diffusion.api.decisions import calibration
 from vllm.diffusion.api.rendering import parse
 from vllm.diffusion.api.server import lifecycle
 from vllm.diffusion.config import check_settings, server_settings
@@ -184,6 +185,9 @@ def fold_into_additional_config(args: Namespace) -> None:
         raise ServerConfigError(f"--additional-config: given {additional!r}; wanted a JSON object")
     settings = server_settings(additional) | settings
     check_settings(settings, family=None)
+    if settings.get(calibration.SETTING) is not None:
+        names = (*(args.served_model_name or ()), args.model)
+        calibration.load(settings[calibration.SETTING], names)
     if settings:
         args.additional_config = additional | {"dllm": settings}
 

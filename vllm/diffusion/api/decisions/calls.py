@@ -121,7 +121,7 @@ DecisionsBody = create_model(
 
 
 @dataclass(frozen=True)
-class Asked:
+class BodyQuestion:
     """A question of a body.
 
     Attributes:
@@ -142,14 +142,14 @@ class Asked:
     question: Question
 
 
-class Call(NamedTuple):
+class DecisionCall(NamedTuple):
     """A body that has been read.
 
     Attributes:
         is_openai: whether the body is OpenAI's.
         state: the text that the questions are about.
         instructions: text ahead of the questions, in System One's body.
-        asked: the questions, in order.
+        questions: the questions, in order.
         values: the parameters of `PARAMETERS` that are given.
         cache_salt: part of the hash of pages, if given.
         template_kwargs: arguments of the chat template, in System One's body.
@@ -158,7 +158,7 @@ class Call(NamedTuple):
     is_openai: bool
     state: str
     instructions: str | None
-    asked: list[Asked]
+    questions: list[BodyQuestion]
     values: dict[str, Any]
     cache_salt: str | None
     template_kwargs: dict[str, Any] | None
@@ -168,7 +168,7 @@ class Call(NamedTuple):
         return "input" if self.is_openai else "state"
 
 
-def read_body(body: Mapping[str, Any]) -> Call:
+def read_body(body: Mapping[str, Any]) -> DecisionCall:
     """Check a body and convert it to a call.
 
     Raises:
@@ -193,12 +193,12 @@ def read_body(body: Mapping[str, Any]) -> Call:
     if has_input:
         _check_identifiers(body)
         state = text_of_input("input", body["input"])
-        asked = _list_of_questions(body.get("questions"))
-        return Call(True, state, None, asked, values, salt, None)
+        questions = _list_of_questions(body.get("questions"))
+        return DecisionCall(True, state, None, questions, values, salt, None)
     instructions, kwargs = _system_one(body)
-    asked = _questions_by_id(body.get("questions"))
+    questions = _questions_by_id(body.get("questions"))
     state = state_text(body["state"])
-    return Call(False, state, instructions, asked, values, salt, kwargs)
+    return DecisionCall(False, state, instructions, questions, values, salt, kwargs)
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _system_one(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any] | N
     return instructions, kwargs
 
 
-def _list_of_questions(given: Any) -> list[Asked]:
+def _list_of_questions(given: Any) -> list[BodyQuestion]:
     """Return the questions of OpenAI's body."""
     if not isinstance(given, list):
         raise wanted("questions", given, f"a list of 1 to {MAX_QUESTIONS}, as input is given")
@@ -256,7 +256,7 @@ def _list_of_questions(given: Any) -> list[Asked]:
     return [_question(f"questions[{n}]", n, value) for n, value in enumerate(questions)]
 
 
-def _question(path: str, number: int, value: Any) -> Asked:
+def _question(path: str, number: int, value: Any) -> BodyQuestion:
     """Read a question of OpenAI's body."""
     if not isinstance(value, dict):
         raise wanted(path, value, "an object")
@@ -273,25 +273,24 @@ def _question(path: str, number: int, value: Any) -> Asked:
     else:
         options, values = _levels(f"{path}.levels", value["levels"])
     question = _as_read(str(number), kind, text, options)
-    return Asked(path, value.get("name"), kind, own[0] if own else "", values, question)
+    return BodyQuestion(path, value.get("name"), kind, own[0] if own else "", values, question)
 
 
 def _choices(path: str, given: Any) -> tuple[list[Option], tuple[Any, ...]]:
     """Return the options of a choice, shown as JSON, and their values."""
-    options, values = [], list[Any]()
+    options, values = [], dict[tuple[type, Any], None]()
     for number, choice in enumerate(check_list(path, given, 2, MAX_OPTIONS)):
         at = f"{path}[{number}]"
         check_object(at, choice, ("value",), ("description",))
         value = choice["value"]
         if not isinstance(value, str | bool):
             raise wanted(f"{at}.value", value, "a string, true or false")
-        # In Python, no string equals a boolean, so equal values have equal types.
-        if value in values:
+        if (type(value), value) in values:
             raise BodyFault(f"{at}.value", f"{shown(value)} stands twice")
-        values.append(value)
+        values[type(value), value] = None
         text = json.dumps(value, ensure_ascii=False)
         options.append(Option(text, _description(at, choice)))
-    return options, tuple(values)
+    return options, tuple(value for _, value in values)
 
 
 def _levels(path: str, given: Any) -> tuple[list[Option], tuple[Any, ...]]:
@@ -320,7 +319,7 @@ def _as_read(name: str, kind: str, text: str, options: list[Option]) -> Question
     return Question(name, question_type, text, tuple(options), labels)
 
 
-def _questions_by_id(given: Any) -> list[Asked]:
+def _questions_by_id(given: Any) -> list[BodyQuestion]:
     """Return the questions of System One's body."""
     if not isinstance(given, dict):
         raise wanted("questions", given, f"an object of 1 to {MAX_QUESTIONS}, as state is given")
@@ -329,7 +328,7 @@ def _questions_by_id(given: Any) -> list[Asked]:
     return [_question_by_id(name, value) for name, value in given.items()]
 
 
-def _question_by_id(name: str, value: Any) -> Asked:
+def _question_by_id(name: str, value: Any) -> BodyQuestion:
     if not name:
         raise BodyFault("questions", 'given the id ""; wanted ids that are not empty')
     path = f"questions.{key_of(name)}"
@@ -354,7 +353,7 @@ def _question_by_id(name: str, value: Any) -> Asked:
     if len(set(values)) < len(values):
         raise BodyFault(at, "a level stands twice; wanted each once")
     kind = {"noul": "predicate"}.get(kind, kind)
-    return Asked(path, name, kind, "criteria", values, _as_read(name, kind, text, options))
+    return BodyQuestion(path, name, kind, "criteria", values, _as_read(name, kind, text, options))
 
 
 def _side(name: str, description: Any) -> Option:
