@@ -6,13 +6,16 @@ import { button, element } from "./elements.js";
 import { fileNameOf, jsonOf, markdownOf, saveFile } from "./files.js";
 
 export class History {
-  // dialog: the element of the list. acts: {open, rename, remove}, called with a conversation.
+  // dialog: the element of the list. acts: {open, add, rename, remove}, called with a conversation.
   constructor(dialog, store, acts) {
     this.dialog = dialog;
     this.store = store;
     this.acts = acts;
     this.list = dialog.querySelector("ul");
     dialog.querySelector(".close").addEventListener("click", () => dialog.close());
+    const files = dialog.querySelector("[type=file]");
+    dialog.querySelector(".load").addEventListener("click", () => files.click());
+    files.addEventListener("change", () => this.load(files));
   }
 
   // Show the list; current: id of the conversation that the page shows.
@@ -70,6 +73,22 @@ export class History {
       button("Delete", `Delete ${name}`, () => this.acts.remove(conversation)),
     );
     return acts;
+  }
+
+  // Open the conversation in a file that *Save JSON* has written.
+  async load(files) {
+    const fault = this.dialog.querySelector(".error");
+    try {
+      const conversation = Conversation.read(JSON.parse(await files.files[0].text()));
+      if (!conversation.turns.length) throw new Error("no turns");
+      fault.hidden = true;
+      this.dialog.close();
+      await this.acts.add(conversation);
+    } catch (error) {
+      fault.textContent = `This file holds no conversation: ${error.message}`;
+      fault.hidden = false;
+    }
+    files.value = "";
   }
 
   open(conversation) {
