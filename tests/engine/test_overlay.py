@@ -78,7 +78,9 @@ def test_versions_are_upstreams() -> None:
     assert vllm.__version__ == __version__ == importlib.metadata.version("vllm")
 
 
-def test_an_autoregressive_model_keeps_upstreams_classes(llama: Path) -> None:
+def test_an_autoregressive_model_keeps_upstreams_classes(
+    llama: Path, with_upstreams_kernels: None
+) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     config = engine_config(llama)
@@ -87,6 +89,34 @@ def test_an_autoregressive_model_keeps_upstreams_classes(llama: Path) -> None:
     assert issubclass(config.scheduler_config.get_scheduler_cls(), Scheduler)
     assert not config.model_config.logits_processors
     assert "temperature" not in config.model_config.override_generation_config
+
+
+def test_without_upstreams_kernels_another_model_is_refused_in_one_line(llama: Path) -> None:
+    # Pydantic wraps the error; the server prints its line alone.
+    with pytest.raises(ValueError, match=f"model {llama}: given LlamaForCausalLM; wanted one of "):
+        engine_config(llama)
+
+
+BITSANDBYTES = """
+import sys
+from vllm.plugins import load_general_plugins
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+load_general_plugins()
+assert "bitsandbytes" not in QUANTIZATION_METHODS
+assert "int4" not in QUANTIZATION_METHODS
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(sys.argv[1], quantization="int4").create_engine_config()
+assert "bitsandbytes" in QUANTIZATION_METHODS
+"""
+
+
+def test_our_formats_are_registered_for_our_models_alone(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    script, log = tmp_path / "formats.py", tmp_path / "log"
+    script.write_text(BITSANDBYTES)
+    status = ForkServer([str(script), str(checkpoint("mha"))], log, environment()).wait(START_S)
+    assert status == 0, log.read_text()
 
 
 def test_no_module_of_upstream_is_shadowed() -> None:

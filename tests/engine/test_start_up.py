@@ -193,7 +193,9 @@ def test_the_end_of_an_engine_leaves_no_stack_trace() -> None:
     assert all(words.strip() in source for words in log_filter.DIED)
 
 
-def test_the_settings_of_an_engine_are_one_short_line(llama: Path, tmp_path: Path) -> None:
+def test_the_settings_of_an_engine_are_one_short_line(
+    llama: Path, with_upstreams_kernels: None, tmp_path: Path
+) -> None:
     log_filter.rename_start_lines()
     logger = logging.getLogger("vllm.v1.engine.core")
     (tmp_path / "ours").mkdir()

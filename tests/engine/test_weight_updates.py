@@ -13,6 +13,7 @@ from reference import block_loops, dispatch
 from reference.models import KeyValues, load_reference
 from safetensors.torch import save_file
 from torch import Tensor
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests import golden
 from tests.checkpoint_files import weights_of
@@ -104,6 +105,33 @@ def test_workers_have_upstreams_names_for_extensions(engine: Engine) -> None:
         return is_same and worker.device == runner.device and runner.model is worker.get_model()
 
     assert engine.llm.collective_rpc(read) == [True]
+
+
+def test_a_transfer_engine_gets_one_target(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's engines may keep what they have learned about tensors by their target."""
+    with running(checkpoint("mha"), **updatable(tmp_path)) as engine:
+        transfers = WeightTransferEngineFactory.create_engine
+        targets = list[Any]()
+
+        def create(*args: Any, **named: Any) -> Any:
+            transfer = transfers(*args, **named)
+            use = transfer.set_weight_update_target
+
+            def used(target: Any, *rest: Any) -> None:
+                targets.append(target)
+                use(target, *rest)
+
+            monkeypatch.setattr(transfer, "set_weight_update_target", used)
+            return transfer
+
+        monkeypatch.setattr(WeightTransferEngineFactory, "create_engine", create)
+        path = other(tmp_path / "next", "mha")
+        update(engine, str(path))
+        update(engine, str(path))
+    assert len(targets) == 2
+    assert targets[0] is targets[1]
 
 
 CHANGED = [

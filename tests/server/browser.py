@@ -13,7 +13,10 @@ from typing import Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 POLL_S = 0.05
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36}
-KEYS |= {"ArrowLeft": 37, "ArrowRight": 39}
+KEYS |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "k": 75, "o": 79, "/": 191}
+# Roles that a screen reader reads with a name.
+NAMED = {"button", "link", "textbox", "combobox", "checkbox", "spinbutton", "slider", "dialog"}
+NAMED |= {"article", "math", "img", "navigation", "region"}
 
 
 class PageError(AssertionError):
@@ -108,15 +111,27 @@ class Browser:
                 raise PageError(f"not within {timeout_s:g} s: {condition}; {self.errors}")
             time.sleep(POLL_S)
 
-    def key(self, name: str) -> None:
+    def key(self, name: str, *, control: bool = False, shift: bool = False) -> None:
         """Press and release a key, named as in `KeyboardEvent.key`."""
         text = "\r" if name == "Enter" else ""
         report = {"key": name, "windowsVirtualKeyCode": KEYS[name], "text": text}
+        report["modifiers"] = 2 * control + 8 * shift
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, **report)
 
     def type(self, text: str) -> None:
         self._call("Input.insertText", text=text)
+
+    def nameless(self) -> list[str]:
+        """Return the roles of elements that a screen reader cannot name."""
+        nodes = self._call("Accessibility.getFullAXTree")["nodes"]
+        return [
+            node["role"]["value"]
+            for node in nodes
+            if node["role"]["value"] in NAMED
+            and not node["ignored"]
+            and not node.get("name", {}).get("value", "").strip()
+        ]
 
     def screenshot(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))

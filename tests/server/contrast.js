@@ -35,8 +35,8 @@
 
   // Return the contrast between an element's text and its background.
   function standsOut(element, colour) {
-    let below = parts(getComputedStyle(document.documentElement).colorScheme.includes("dark") &&
-      matchMedia("(prefers-color-scheme: dark)").matches ? "black" : "white").slice(0, 3);
+    const isDark = getComputedStyle(document.documentElement).colorScheme === "dark";
+    let below = parts(isDark ? "black" : "white").slice(0, 3);
     let opacity = 1;
     for (const style of ancestors(element)) {
       below = over(parts(style.backgroundColor), below);

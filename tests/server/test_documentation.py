@@ -46,6 +46,8 @@ def test_routes_are_grouped_by_purpose(client: Client) -> None:
         operations = [o for path in document["paths"].values() for o in path.values()]
         tags = [tag for operation in operations for tag in operation["tags"]]
         assert tags == sorted(tags, key=["Ask", "Score", "Watch", "vLLM"].index)
+    named_by_function = [o["summary"] for o in operations if o["summary"].istitle()]
+    assert not named_by_function
     of_generate = document["paths"]["/generate"]["post"]
     assert of_generate["summary"] == "Denoise one or more canvases, with every diffusion parameter"
 

@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.exceptions import GracefulHTTPError
 
 from tests.server.client import MESSAGES, refusal
-from vllm.diffusion.api.server import gate, lifecycle, refusals
+from vllm.diffusion.api.server import endpoint, gate, lifecycle, refusals
 
 WORK = "/generate"
 BREAKS = 7  # length in bytes of a body at which the application fails
@@ -262,6 +262,25 @@ async def test_states(site: Site) -> None:
     site.engine.shutdown(timeout=60)
     assert await site.lifecycle.state() == "draining"
     assert lifecycle.take_status() == 1
+
+
+@on_site()
+async def test_states_where_upstream_serves_the_model(site: Site) -> None:
+    """A server of another model has an engine and no lifecycle."""
+    site.app.include_router(endpoint.router)
+    site.app.state.diffusion_lifecycle = None
+    for attribute, status, state in (
+        ("", 200, "ready"),
+        ("paused", 503, "paused"),
+        ("errored", 503, "dead"),
+    ):
+        if attribute:
+            setattr(site.engine, attribute, True)
+        site.app.state.engine_client = site.engine
+        response = await site.http.get("/ready")
+        assert (response.status_code, response.json()) == (status, {"status": state})
+    site.app.state.engine_client = None
+    assert (await site.http.get("/ready")).status_code == 200
 
 
 @on_site()

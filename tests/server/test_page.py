@@ -47,6 +47,9 @@ def test_nothing_is_loaded_from_elsewhere(file: Path) -> None:
 def test_files_of_others_are_as_published() -> None:
     text = (VENDOR / "VERSIONS.txt").read_text(encoding="utf-8")
     listed = re.findall(r"^([0-9a-f]{64})  (\S+)  \S+@[\d.]+ \S+  \S+$", text, re.M)
+    versions = set(re.findall(r"@([\d.]+) ", text))
+    documented = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert [version for version in versions if version not in documented] == []
     files = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*") if path.is_file()}
     licences = {f"{path.name}/LICENSE.txt" for path in VENDOR.iterdir() if path.is_dir()}
     assert {name for _, name in listed} | licences | {"VERSIONS.txt"} == files
@@ -344,6 +347,7 @@ def test_a_number_that_cannot_be_sent_is_told_at_its_control(
         page.run("document.querySelector('.fault').textContent").replace(".0", "")
     )
     assert page.run(f"document.querySelector('[name={name}]').ariaInvalid") == "true"
+    assert page.run("document.querySelector('.fault').checkVisibility()")
     assert page.run("document.getElementById('send').textContent") == "Send"
     assert not any(url.endswith("/generate") for url in page.requested)
     choose(page, name, "")
@@ -353,6 +357,7 @@ def test_a_number_that_cannot_be_sent_is_told_at_its_control(
 
 
 def test_letters_in_a_number_are_told(page: Browser) -> None:
+    page.run("document.querySelector('.settings').open = true")
     page.run("document.querySelector('[name=steps]').focus()")
     page.type("e")
     page.run("document.querySelector('[name=steps]').blur()")
@@ -573,34 +578,117 @@ def test_a_phone_shows_the_conversation_first_and_send_at_once(page: Browser) ->
     assert page.run(visible)
 
 
+def test_the_first_view_shows_the_question_and_nothing_that_is_idle(page: Browser) -> None:
+    def visible(selector: str) -> bool:
+        return bool(page.run(f"document.querySelector('{selector}').checkVisibility()"))
+
+    assert page.run("document.activeElement.id") == "question"
+    assert page.run("document.getElementById('send').disabled")
+    assert visible(".settings summary") and visible(".legend") and visible(".example")
+    assert not visible(".controls") and not visible(".counters") and not visible(".replay")
+    ask(page, QUESTION)
+    assert not visible(".controls")
+    assert visible(".counters") and visible(".replay")
+    speed = page.run("document.querySelector('.speed').textContent")
+    assert re.fullmatch(r"[\d.]+ tokens/s · [\d.]+ s · 32 steps", speed)
+
+
+THEME = "document.documentElement.dataset.theme"
+
+
+def test_the_theme_is_the_systems_or_chosen(page: Browser, server: ServerProcess) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.run(paper)
+    page.show(dark=True)
+    page.wait_for(f"{THEME} === 'dark'")
+    dark = page.run(paper)
+    assert dark != light
+    page.run("document.getElementById('theme').click()")
+    assert page.run("document.getElementById('theme').ariaLabel") == "Theme: light"
+    assert page.run(paper) == light
+    assert page.run(CONTRAST) == []
+    page.run("document.getElementById('theme').click()")
+    page.show(dark=False)
+    assert page.run(paper) == dark
+    visit(page, f"{server.url}/")
+    assert page.run(paper) == dark
+    page.open(f"{server.url}/status")
+    assert page.run(paper) == dark
+    page.run("document.getElementById('theme').click()")
+    assert page.run("document.getElementById('theme').title") == "Theme: system"
+    assert page.run(paper) == light
+
+
+def test_keys_do_what_the_list_says(page: Browser) -> None:
+    ask(page, QUESTION)
+    page.key("ArrowUp")
+    assert page.run("document.getElementById('question').value") == QUESTION
+    assert page.run("document.getElementById('edited').textContent") == "Editing question 1"
+    page.key("Escape")
+    assert page.run("document.getElementById('question').value") == ""
+    page.key("/", control=True)
+    assert page.run("document.getElementById('shortcuts').open")
+    listed = page.run("[...document.querySelectorAll('.keys div')].map((row) => row.innerText)")
+    assert any("stop the answer" in row and "Esc" in row for row in listed)
+    assert all(len(row.split()) > 2 for row in listed)
+    page.key("Escape")
+    assert not page.run("document.getElementById('shortcuts').open")
+    page.key("k", control=True)
+    page.wait_for("document.getElementById('history').open")
+    page.key("Escape")
+    page.key("o", control=True, shift=True)
+    page.wait_for("document.querySelectorAll('.turn').length === 0")
+    assert titles(page) == [QUESTION]
+
+
+def check_look(page: Browser, width: int) -> None:
+    """Text has WCAG's contrast of 4.5, elements have names, and nothing is wider than the page."""
+    assert page.run(CONTRAST) == []
+    assert page.nameless() == []
+    assert page.run("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_all_text_can_be_read(
     page: Browser, server: ServerProcess, size: tuple[int, int], dark: bool
 ) -> None:
-    """Text has WCAG's contrast of 4.5 on the page in every state, and on /status."""
+    """Every state of the page, and /status, can be read and is named for screen readers."""
     page.show(*size, dark=dark)
-    assert page.run(CONTRAST) == []
+    page.wait_for(f"{THEME} === '{'dark' if dark else 'light'}'")
+    check_look(page, size[0])
     page.run("document.querySelectorAll('details').forEach((box) => box.open = true)")
     choose(page, "gen_length", "1024")
     choose(page, "block_length", "1024")
     begin(page, PUZZLE)
     page.wait_for(f"parseInt({part('committed')}.textContent) > 1")
-    assert page.run(CONTRAST) == []
+    check_look(page, size[0])
     page.key("Escape")
     page.wait_for(f"{part('error')}.textContent === 'Stopped.'")
     choose(page, "gen_length", "32")
     choose(page, "block_length", "32")
     choose(page, "answer", "regex")
     ask(page, QUESTION)
+    press(page, "Regenerate answer 2")
+    wait_for_answer(page)
     press(page, "Edit question 2")
     page.run("document.getElementById('compare').click()")
-    assert page.run(CONTRAST) == []
-    assert page.run("document.documentElement.scrollWidth") <= size[0]
+    check_look(page, size[0])
+    page.key("/", control=True)
+    check_look(page, size[0])
+    page.key("Escape")
+    titles(page)
+    press(page, f"More for {PUZZLE}")
+    check_look(page, size[0])
+    press(page, f"Rename {PUZZLE}")
+    check_look(page, size[0])
+    page.key("Escape")
+    page.wait_for("!document.querySelector('.title')")
+    press(page, f"Delete {PUZZLE}")
+    check_look(page, size[0])
     page.open(f"{server.url}/status")
     page.wait_for("document.getElementById('state').textContent === 'ready'")
-    assert page.run(CONTRAST) == []
-    assert page.run("document.documentElement.scrollWidth") <= size[0]
+    check_look(page, size[0])
 
 
 def test_a_conversation_survives_a_reload(page: Browser, server: ServerProcess) -> None:
@@ -741,6 +829,21 @@ def test_conversations_are_kept_listed_renamed_and_deleted(
     assert titles(page) == [other]
 
 
+def test_a_conversation_that_is_left_while_it_runs_keeps_its_question(page: Browser) -> None:
+    for name in ("gen_length", "block_length"):
+        choose(page, name, "2048")
+    begin(page, PUZZLE)
+    page.wait_for(f"parseInt({part('committed')}.textContent) >= 0")
+    page.run("document.getElementById('clear').click()")
+    ask(page, QUESTION)  # at once, while the first request ends
+    assert answers(page) == [ANSWER]
+    assert page.run(f"{part('error')}.hidden")
+    assert titles(page) == [QUESTION, PUZZLE]
+    page.run("document.querySelectorAll('.past .open')[1].click()")
+    assert questions(page) == [PUZZLE]
+    assert page.run("document.querySelector('.note').textContent").startswith("Stopped.")
+
+
 SAVED = (
     "{ const make = URL.createObjectURL.bind(URL); window.files = [];"
     "URL.createObjectURL = (blob) => {"
@@ -754,9 +857,9 @@ def test_a_conversation_is_saved_as_files(page: Browser) -> None:
     press(page, "Regenerate answer 1")
     wait_for_answer(page)
     titles(page)
-    press(page, f"Save {QUESTION} as JSON, with all branches")
+    press(page, f"Save JSON of {QUESTION}, with all branches")
     page.wait_for("window.files.length === 1")
-    press(page, f"Save {QUESTION} as Markdown")
+    press(page, f"Save Markdown of {QUESTION}")
     page.wait_for("window.files.length === 2")
     data, text = page.run("window.files")
     assert [turn["answers"]["A"]["text"] for turn in json.loads(data)["turns"]] == [ANSWER] * 2
@@ -882,9 +985,10 @@ def test_code_is_coloured_and_formulas_are_set(page: Browser, server: ServerProc
     page.run("document.querySelectorAll('[aria-label=\"Copy this code\"]')[0].click()")
     page.wait_for("window.copied")
     assert page.run("window.copied").startswith("def area(r: int)")
-    assert page.run(CONTRAST) == []
-    page.show(dark=True)
-    assert page.run(CONTRAST) == []
+    check_look(page, DESK[0])
+    page.show(*PHONE, dark=True)
+    page.wait_for(f"{THEME} === 'dark'")
+    check_look(page, PHONE[0])
 
 
 def test_an_empty_answer_says_so(page: Browser) -> None:

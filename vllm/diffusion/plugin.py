@@ -23,22 +23,14 @@ def register() -> None:
     process.
     """
     import vllm.envs
-    from vllm.diffusion import ops
     from vllm.diffusion.core import envs
-    from vllm.diffusion.core.quantisation import BITSANDBYTES, ONLINE
     from vllm.diffusion.models import tokenizers
     from vllm.diffusion.process import log_filter, watchdog
-    from vllm.model_executor.layers.quantization import (
-        QUANTIZATION_METHODS,
-        register_quantization_config,
-    )
 
     watchdog.follow_parent()
     envs.register(vllm.envs.environment_variables)
     log_filter.rename_start_lines()
     tokenizers.register()
-    for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
-        register_quantization_config(name)(ops.SchemeConfig)
     _register_transfer()
     _check_engines_first()
     _register_configurations()
@@ -127,7 +119,7 @@ def _register_configurations() -> None:
     from transformers import AutoConfig
 
     from vllm.diffusion.models import llamas
-    from vllm.diffusion.models.config import config_classes
+    from vllm.diffusion.models.config import DiffusionConfig, config_classes
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
@@ -137,6 +129,8 @@ def _register_configurations() -> None:
         @staticmethod
         def verify_and_update_model_config(model_config: ModelConfig) -> None:
             llamas.register_llama(model_config)
+            if isinstance(model_config.hf_config, DiffusionConfig):
+                _register_quantisation()
 
     class DiffusionModelConfig(LlamaModelConfig):
         """Hook for our architectures, which runs while the engine is configured."""
@@ -159,6 +153,22 @@ def _register_configurations() -> None:
     for family in FAMILIES:
         MODELS_CONFIG_MAP.update(dict.fromkeys(family.architectures, DiffusionModelConfig))
     MODELS_CONFIG_MAP.setdefault("LlamaForCausalLM", LlamaModelConfig)
+
+
+def _register_quantisation() -> None:
+    """Register our ways to quantise, once a model of ours is configured.
+
+    Other models keep what upstream does with these names.
+    """
+    from vllm.diffusion import ops
+    from vllm.diffusion.core.quantisation import BITSANDBYTES, ONLINE
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        register_quantization_config,
+    )
+
+    for name in {*ONLINE, BITSANDBYTES} - set(QUANTIZATION_METHODS):
+        register_quantization_config(name)(ops.SchemeConfig)
 
 
 def _register_models() -> None:

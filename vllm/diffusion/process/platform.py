@@ -13,6 +13,7 @@ import torch
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.request.families import ARCHITECTURES
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ class _EagerPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        # Our models have set their worker by now.
+        if model is not None and vllm_config.parallel_config.worker_cls == "auto":
+            raise ServerConfigError(
+                f"model {model.model}: given {', '.join(model.architectures)}; wanted one of "
+                f"{', '.join(sorted(ARCHITECTURES))}: upstream's own models need its compiled "
+                "kernels, for a GPU or for a CPU, and this installation has none"
+            )
         vllm_config.parallel_config.disable_custom_all_reduce = True
         vllm_config.compilation_config.cudagraph_capture_sizes = []
         # Threads and devices do not survive a fork.

@@ -83,7 +83,33 @@ GROUPS = (
         },
     ),
 )
-_OTHERS = Group("vLLM", "Further routes of vLLM, as it serves them.", {})
+# This group also has all routes that no group names.
+_OTHERS = Group(
+    "vLLM",
+    "Further routes of vLLM, as it serves them.",
+    {
+        "/ping": "Whether the engine lives (SageMaker)",
+        "/v1/chat/completions/render": "Token ids of a conversation (OpenAI chat completions)",
+        "/v1/messages/render": "Token ids of a conversation (Anthropic messages)",
+        "/v1/completions/render": "Token ids of a text (OpenAI completions)",
+        "/v1/responses/render": "Token ids of a conversation (OpenAI responses)",
+        "/v1/chat/completions/derender": "Answer of a conversation from its token ids",
+        "/v1/completions/derender": "Answer of a completion from its token ids",
+        "/inference/v1/generate": "Generate from token ids",
+        "/inference/v1/abort_requests": "Abort some or all requests",
+        "/tokenizer_info": "Settings of the tokenizer",
+        "/server_info": "Settings of the server",
+        "/collective_rpc": "Call a method of all workers",
+        "/reset_prefix_cache": "Forget cached prefixes",
+        "/reset_mm_cache": "Forget cached images",
+        "/reset_encoder_cache": "Forget cached outputs of encoders",
+        "/v1/responses/{response_id}": "A stored response, if vLLM stores responses",
+        "/v1/responses/{response_id}/cancel": "Cancel a response in the background",
+        "/kv_event_sources": "Addresses at which the engines publish events of their KV cache",
+        "/scale_elastic_ep": "Change the number of engines that share experts",
+        "/is_scaling_elastic_ep": "Whether this number is changing",
+    },
+)
 
 
 def arrange(document: dict[str, Any]) -> None:

@@ -269,13 +269,23 @@ async def invoke(raw_request: Request) -> Response:
 async def ready(raw_request: Request) -> JSONResponse:
     """Return whether the server would process a new request."""
     lifecycle: Lifecycle | None = raw_request.app.state.diffusion_lifecycle
-    if lifecycle is None:
-        return JSONResponse({"status": "ready"})
+    if lifecycle is None:  # upstream serves the model
+        state = await _state_of(raw_request.app.state.engine_client)
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
     state = await lifecycle.state()
     content: dict[str, Any] = {"status": state}
     if state == "unresponsive":
         content["engine_silent_s"] = round(lifecycle.silent_s, 1)
     return JSONResponse(content, 200 if state == "ready" else 503)
+
+
+async def _state_of(engine: EngineClient | None) -> str:
+    """Return the state of an engine without `Lifecycle`; a server may have no engine."""
+    if engine is None:
+        return "ready"
+    if engine.errored:
+        return "dead"
+    return "paused" if await engine.is_paused() else "ready"
 
 
 @openai_router.get("/version")

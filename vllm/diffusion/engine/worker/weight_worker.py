@@ -129,6 +129,11 @@ class WeightWorker(WorkerBase):
     _fixed_pages: tuple[int, int] | None = None
     _reasons: Mapping[str, str] = MappingProxyType({})  # reasons why steps are paused, by holder
 
+    @functools.cached_property
+    def _sink(self) -> WeightSink:
+        """The target of all updates: a transfer engine may keep what it has learned by target."""
+        return WeightSink(self.model_runner.model)
+
     # ---- updates ----
 
     @_by_all_ranks()
@@ -161,7 +166,7 @@ class WeightWorker(WorkerBase):
         _check_can_change(model)
         self.loop.pause_steps()
         model.begin_update()
-        transfer.set_weight_update_target(WeightSink(model), self.model_config)
+        transfer.set_weight_update_target(self._sink, self.model_config)
         transfer.start_weight_update()
         self._is_updating, self._has_loaded, self._may_cancel = True, False, False
         self._failed_before = self._reasons.get("update")

@@ -53,7 +53,7 @@ export class BoardView {
     this.onCursor = onCursor;
     scroller.addEventListener("scroll", () => this.redraw());
     new ResizeObserver(() => this.arrange()).observe(scroller);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
+    addEventListener("themechange", () => this.redraw());
     this.canvas.addEventListener("pointermove", (e) => this.point(this.positionAt(e)));
     this.canvas.addEventListener("pointerleave", () => this.point(-1));
     this.canvas.addEventListener("keydown", (e) => this.move(e));

@@ -49,6 +49,7 @@ function setFormula(box) {
     katex.render(source, box, { ...OPTIONS, displayMode });
     box.setAttribute("role", "math");
     box.setAttribute("aria-label", source.trim());
+    if (displayMode) box.tabIndex = 0; // a wide one scrolls, also by keyboard
   } catch {
     box.textContent = text;
   }

@@ -38,7 +38,7 @@ export class History {
     open.append(element("span", "", conversation.name), timeOf(conversation.changed));
     if (conversation.id === this.current) open.setAttribute("aria-current", "true");
     const acts = this.actsOf(conversation, item);
-    const more = button("⋯", `More for ${conversation.name}`, () => {
+    const more = button("More", `More for ${conversation.name}`, () => {
       acts.hidden = !acts.hidden;
       more.setAttribute("aria-expanded", !acts.hidden);
     });
@@ -54,9 +54,9 @@ export class History {
     const { name } = conversation;
     acts.append(
       button("Rename", `Rename ${name}`, () => this.rename(conversation, item)),
-      button("Save JSON", `Save ${name} as JSON, with all branches`, () =>
+      button("Save JSON", `Save JSON of ${name}, with all branches`, () =>
         save("json", jsonOf(conversation), "application/json")),
-      button("Save Markdown", `Save ${name} as Markdown`, () =>
+      button("Save Markdown", `Save Markdown of ${name}`, () =>
         save("md", markdownOf(conversation), "text/markdown")),
       button("Delete", `Delete ${name}`, () => this.acts.remove(conversation)),
     );
@@ -94,7 +94,7 @@ function timeOf(changed) {
   const date = new Date(changed);
   const isToday = date.toDateString() === new Date().toDateString();
   const style = isToday ? { timeStyle: "short" } : { dateStyle: "medium" };
-  return Object.assign(element("time", "", date.toLocaleString("en", style)), {
+  return Object.assign(element("time", "", date.toLocaleString("en-GB", style)), {
     dateTime: date.toISOString(),
   });
 }

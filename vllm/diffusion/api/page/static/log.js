@@ -78,8 +78,16 @@ export class Log {
     if (!answer) return;
     // Partial answers are drawn at most once per screen frame.
     cancelAnimationFrame(answer.pending);
-    if (found.isOver === false) answer.pending = requestAnimationFrame(() => fill(answer, found));
-    else fill(answer, found);
+    if (found.isOver === false) answer.pending = requestAnimationFrame(() => this.draw(answer, found));
+    else this.draw(answer, found);
+  }
+
+  // Fill an answer. A reader at the end of the log stays there.
+  draw(answer, found) {
+    const { box } = this;
+    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 8;
+    fill(answer, found);
+    if (isAtEnd) box.scrollTop = box.scrollHeight;
   }
 
   // Copy the answers as the model wrote them, without formatting.

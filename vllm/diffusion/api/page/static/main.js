@@ -8,6 +8,7 @@ import { Log } from "./log.js";
 import { Pane } from "./pane.js";
 import { copy, linkOf, stateIn } from "./request.js";
 import { keep, kept } from "./session.js";
+import { bindShortcuts, showShortcuts } from "./shortcuts.js";
 import { openStore } from "./store.js";
 
 const RETRY_MS = 2000;
@@ -20,6 +21,7 @@ class Page {
     this.store = store;
     this.conversation = new Conversation();
     this.edited = null; // number of the turn whose question is being edited
+    this.asked = null; // the turn that is being answered
     this.panes = [this.newPane("A")];
     this.log = new Log(find("log"), {
       edit: (k) => this.edit(k), again: (k) => this.again(k), choose: (k, by) => this.choose(k, by),
@@ -42,11 +44,13 @@ class Page {
     on("system", "input", (e) => this.instruct(e.target.value));
     on("compare", "click", () => this.compare(this.panes.length < 2));
     on("clear", "click", () => this.clear());
-    on("past", "click", () => this.history.show(this.conversation.id));
+    on("past", "click", () => this.showHistory());
+    on("help", "click", () => showShortcuts(find("shortcuts")));
     on("link", "click", () => this.copyLink());
     on("leave", "click", () => this.leaveEdit());
-    document.addEventListener("keydown", (e) => {
-      if (e.key === "Escape" && !document.querySelector("dialog[open]")) this.stop();
+    bindShortcuts({
+      stop: () => (this.isRunning ? this.stop() : this.leaveEdit()), clear: () => this.clear(), history: () => this.showHistory(),
+      help: () => showShortcuts(find("shortcuts")),
     });
     for (const example of document.querySelectorAll(".example")) {
       example.addEventListener("click", () => this.ask(0, example.textContent));
@@ -80,6 +84,11 @@ class Page {
   }
 
   key(event) {
+    const last = this.conversation.shown.length - 1;
+    if (event.key === "ArrowUp" && !find("question").value && last >= 0) {
+      event.preventDefault();
+      this.edit(last);
+    }
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     this.submit();
@@ -109,7 +118,7 @@ class Page {
   async ask(k, question) {
     if (this.isRunning) return;
     const { conversation } = this;
-    const turn = conversation.begin(k, question);
+    const turn = this.asked = conversation.begin(k, question);
     this.show(k);
     this.save(conversation);
     this.setRunning(true);
@@ -124,7 +133,7 @@ class Page {
         show(turn.answers[pane.name]);
       }));
     } finally {
-      this.setRunning(false);
+      if (this.asked === turn) this.setRunning(false);
       this.save(conversation);
     }
   }
@@ -202,6 +211,10 @@ class Page {
     find("question").focus();
   }
 
+  showHistory() {
+    return this.history.show(this.conversation.id);
+  }
+
   // Open a conversation of the history.
   open(conversation) {
     if (conversation.id === this.conversation.id) return;
@@ -215,9 +228,10 @@ class Page {
 
   // Show a conversation in place of the one there is.
   begin(conversation, isPlain = false) {
-    this.stop();
     this.leaveEdit();
     for (const pane of this.panes) pane.clear();
+    this.asked = null;
+    this.setRunning(false);
     this.conversation = conversation;
     find("system").value = conversation.system;
     find("system-box").dataset.set = Boolean(conversation.system.trim());
@@ -231,7 +245,9 @@ class Page {
     find("welcome").hidden = conversation.turns.length > 0;
     this.log.show(conversation, same, this.panes.map((pane) => pane.name));
     find("log").dataset.names = this.panes.length > 1 ? "shown" : "";
-    this.log.turns.at(-1)?.scrollIntoView({ block: "start" });
+    const last = this.log.turns.at(-1);
+    last?.scrollIntoView({ block: "start" });
+    last?.querySelector(".answer")?.scrollIntoView({ block: "nearest" }); // after a long question
   }
 
   rename(conversation, title) {
@@ -251,7 +267,7 @@ class Page {
         this.conversation.isRemoved = true;
         this.clear();
       }
-      await this.history.show(this.conversation.id);
+      await this.showHistory();
     };
     dialog.returnValue = "";
     dialog.showModal();

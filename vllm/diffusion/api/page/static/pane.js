@@ -25,7 +25,6 @@ export class Pane {
     this.board = new BoardView(this.part("scroller"), (i) => this.read(i));
     this.trace = null;
     this.part("name").textContent = name;
-    root.querySelector("details").open = !matchMedia("(max-width: 56rem)").matches;
     this.listen();
     this.summarise();
     this.enable();
@@ -45,6 +44,7 @@ export class Pane {
     on("density", () => this.changeDensity());
     on("svg", () => this.save());
     on("curl", () => this.copyCurl());
+    addEventListener("themechange", () => this.drawTimeline());
   }
 
   summarise() {
@@ -57,34 +57,38 @@ export class Pane {
   // Send a request and draw every step. Returns the answer in the form of conversations and logs;
   // `show` is called with each partial answer.
   async run(messages, isPlain, show) {
-    let text = "", note = "", isBad = false, isExact = false;
+    let text = "", note = "", isBad = false, report = null, settings = null;
+    let { abort } = this;
     this.report = null;
     try {
-      if (this.controls.problem) throw new Error(this.controls.problem);
-      const settings = this.controls.settings();
+      if (this.controls.problem) {
+        this.root.querySelector("details").open = true; // shows the control with the error
+        throw new Error(this.controls.problem);
+      }
+      settings = this.controls.settings();
       settings.seed ??= Math.floor(Math.random() * 2 ** 32);
-      isExact = Boolean(settings.structured_outputs);
       const { autoLength } = this.controls;
       const length = lengthOf(settings, messages, autoLength, this.options.max_model_len);
-      this.begin(settings, bodyOf(messages, { ...settings, ...length }, isPlain));
+      abort = this.begin(settings, bodyOf(messages, { ...settings, ...length }, isPlain));
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
-        show({ text, isExact, isOver: false });
-        if (event.diffusion) this.report = event;
-      }, this.abort.signal);
+        show({ text, isExact: Boolean(settings.structured_outputs), isOver: false });
+        if (event.diffusion) this.report = report = event;
+      }, abort.signal);
     } catch (error) {
       isBad = error.name !== "AbortError";
       note = isBad ? onPage(error.message) : "Stopped.";
-      this.say(note, isBad);
+      if (abort === this.abort) this.say(note, isBad);
     } finally {
-      if (this.isRunning) this.finish();
+      if (abort === this.abort && this.isRunning) this.finish();
     }
     if (note === "Stopped.") note = "Stopped. This turn is not sent to the model with later questions.";
-    const isWhole = this.report !== null;
-    if (isWhole && !text.trim()) note = emptiness(this.report);
-    const verdict = isWhole ? this.verdict(text) : null;
-    return { text, isWhole, isExact, isBad, note, verdict, speed: isWhole ? speedOf(this.report) : null };
+    const language = settings?.structured_outputs, isWhole = report !== null;
+    if (isWhole && !text.trim()) note = emptiness(report);
+    const verdict = isWhole && language ? verdictOn(language, text) : null;
+    const speed = isWhole ? speedOf(report) : null;
+    return { text, isWhole, isExact: Boolean(language), isBad, note, verdict, speed };
   }
 
   say(note, isBad) {
@@ -92,6 +96,7 @@ export class Pane {
     this.part("error").dataset.bad = isBad;
   }
 
+  // Show an empty canvas for a request. Returns what stops the request.
   begin(settings, body) {
     this.pause();
     const length = settings.gen_length ?? this.controls.autoLength.first;
@@ -108,6 +113,7 @@ export class Pane {
     this.drawTimeline();
     this.enable();
     this.ticking = setInterval(() => this.count(), 200);
+    return this.abort;
   }
 
   draw(canvas) {
@@ -152,15 +158,6 @@ export class Pane {
     if (isShort && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.play();
   }
 
-  // Whether an answer matches the requested format: [is match, description], or null if unknown.
-  verdict(text) {
-    const language = this.used.structured_outputs;
-    const isMatch = language ? matches(language, text) : null;
-    if (isMatch === null) return null;
-    const { name } = KINDS[Object.keys(language)[0]];
-    return [isMatch, `${isMatch ? "matches" : "does not match"}: ${name}`];
-  }
-
   stop() {
     this.abort?.abort();
   }
@@ -176,10 +173,12 @@ export class Pane {
     this.summarise();
   }
 
-  // Restore the empty canvas.
+  // Restore the empty canvas; a running request is stopped and no longer shown.
   clear() {
+    this.stop();
     this.pause();
     clearInterval(this.ticking);
+    this.abort = null;
     this.trace = this.body = this.used = this.report = null;
     this.put("readout", "");
     this.root.dataset.state = "empty";
@@ -331,6 +330,14 @@ export class Pane {
 // The block length of the request, or 0 for adablock, where the model decides where blocks end.
 function blockLengthOf(settings) {
   return settings.algorithm === "adablock" ? 0 : settings.block_length ?? 0;
+}
+
+// Whether an answer matches the requested format: [is match, description], or null if unknown.
+function verdictOn(language, text) {
+  const isMatch = matches(language, text);
+  if (isMatch === null) return null;
+  const { name } = KINDS[Object.keys(language)[0]];
+  return [isMatch, `${isMatch ? "matches" : "does not match"}: ${name}`];
 }
 
 // The reason why an answer has no text.
