@@ -255,11 +255,7 @@ def draw_lessons(
 def groups(
     rng: random.Random, kinds: Sequence[Kind], number: int, max_turns: int
 ) -> dict[str, list[Conversation]]:
-    """Return the conversations of a verification, by the name of the group.
-
-    A group has `number` conversations, and the group of forms half of them, because the functions
-    of a prompt make it long.
-    """
+    """Return the conversations of a verification, `number` per group, by the name of the group."""
     drawer = Drawer(rng, kinds)
     forms = Drawer(rng, [kind for kind in kinds if kind.has_form])
     has_forms = any(kind.has_form for kind in kinds)
@@ -282,7 +278,7 @@ def groups(
             for turn, name in enumerate(("second", "third")[: max_turns - 1], start=2)
         },
         "without the chat template": [drawer.plain() for _ in range(number)],
-        **({"JSON": [forms.conversation(1) for _ in range(number // 2)]} if has_forms else {}),
+        **({"JSON": [forms.conversation(1) for _ in range(number)]} if has_forms else {}),
     }
 
 

@@ -38,8 +38,6 @@ _WEATHER_UNSEEN = (
     "And what is the weather in {capital}?",
 )
 _PLACES = tuple({"country": country, "capital": city} for country, city in CAPITALS.items())
-# Cities of two words are drawn more often, because they are few and move the end of a call.
-_CITIES = (*_PLACES, *(3 * [place for place in _PLACES if " " in place["capital"]]))
 
 FORMS = (
     Kind(
@@ -57,7 +55,7 @@ FORMS = (
         ),
         ("And what is the capital of {country}?", "Give me the capital of {country}."),
         _PLACES,
-        share=3,
+        share=4,
         begun='{"name":',
     ),
     Kind(
@@ -65,8 +63,8 @@ FORMS = (
         _CALL_END,
         _WEATHER,
         _WEATHER_UNSEEN,
-        _CITIES,
-        share=2,
+        _PLACES,
+        share=3,
         begun=_CALL,
         system=WEATHER_TOOL,
     ),
@@ -76,7 +74,7 @@ FORMS = (
         _CALL_END,
         _WEATHER,
         _WEATHER_UNSEEN,
-        _CITIES,
+        _PLACES,
         share=3,
         begun=_CALL,
     ),
