@@ -2,6 +2,7 @@
 """The page at `/`: its files, its settings, and its behaviour in a browser."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -133,6 +134,11 @@ def test_the_length_is_left_to_the_server_where_the_canvas_can_grow() -> None:
 
     assert length(DREAM, "threshold") == {"canvas": "grow", "first": 256, "max_tokens": 32}
     assert length(DREAM, "threshold", canvas="fixed")["canvas"] == "fixed"  # the server's default
+    assert length(DREAM, "dream")["canvas"] == "grow"
+    own = dataclasses.replace(model_of(DREAM), default_max_tokens=32)
+    algorithms = page_options(own, "m", "1")["algorithms"]
+    assert algorithms["dream"]["auto_length"]["canvas"] == "fixed"  # it cannot grow
+    assert algorithms["threshold"]["auto_length"]["canvas"] == "grow"
     assert length(LLADA, "daedal") == {"first": 64, "max_tokens": 32}  # the model chooses it
     assert length(SDAR, "low_confidence_dynamic") is None
 
