@@ -785,6 +785,19 @@ def test_a_question_asked_again_is_a_branch_and_nothing_is_lost(
     assert contents[::2] == [QUESTION, other, "and Japan?"]
 
 
+def test_a_text_that_is_not_sent_yet_is_kept(page: Browser, server: ServerProcess) -> None:
+    box = "document.getElementById('question').value"
+    ask(page, QUESTION)
+    page.type("half a question")
+    press(page, "Edit question 1")
+    assert page.run(box) == QUESTION
+    page.key("Escape")
+    assert page.run(box) == "half a question"
+    visit(page, f"{server.url}/")
+    assert page.run(box) == "half a question"
+    assert questions(page) == [QUESTION]
+
+
 def titles(page: Browser) -> list[str]:
     """Open the list of conversations and return their titles."""
     page.run("document.getElementById('past').click()")
