@@ -4,6 +4,7 @@
 
     benchmarks/decisions.py [--family llada] [--rows 512 128] [--clients 64] [--calls 640]
         [--output-dir results/decisions]
+    benchmarks/decisions.py --questions 20 40 --format short [--clients 64]
 
 The server has a released shape and random weights. These rates are measured, in this order:
 
@@ -12,6 +13,10 @@ The server has a released shape and random weights. These rates are measured, in
     decisions   POST /v1/systemone: one client, then --clients; each sends its next call when it has
                 the answer to its last
     likelihood  POST /v1/loglikelihood: 128 samples of a continuation
+
+With `--format`, calls of POST /v1/decisions are measured instead of both: 60 rows of state and each
+number of `--questions`, by one client and by `--clients`. The time around a step is the median time
+of a call minus the mean time of a step. With many clients it includes waiting.
 
 Written: decisions.json and server.log.
 """
@@ -48,6 +53,37 @@ CONTEXT, TARGET = 200, 100  # tokens of a likelihood
 WARM_UP = 8  # calls before a row that are not measured
 COLUMNS = {"call": ">10", "rows": ">5", "clients": ">7", "p50 ms": ">9.2f", "p90 ms": ">9.2f"}
 COLUMNS |= {"calls/s": ">8.2f", "rows/s": ">9.0f", "of the steps' rate": ">18.1%"}
+
+
+CALL_COLUMNS = {"questions": ">9", "format": ">6", "rows": ">5", "clients": ">7"}
+CALL_COLUMNS |= {"p50 ms": ">9.2f", "p90 ms": ">9.2f", "step ms": ">8.2f", "around ms": ">9.2f"}
+CALL_COLUMNS |= {"calls/s": ">8.2f", "questions/s": ">11.1f", "of the steps' rate": ">18.1%"}
+STATE_ROWS = 60
+
+
+@dataclass(frozen=True)
+class CallRow:
+    """Result for one number of questions per call of /v1/decisions.
+
+    Attributes:
+        rows: rows of a call.
+        step_ms: mean time of a step during the calls.
+        around_ms: median time of a call minus `step_ms`.
+        of_steps: rows per second relative to the rate of the server's steps.
+    """
+
+    questions: int
+    form: str
+    rows: int
+    num_clients: int
+    num_calls: int
+    p50_ms: float
+    p90_ms: float
+    step_ms: float
+    around_ms: float
+    calls_per_s: float
+    questions_per_s: float
+    of_steps: float
 
 
 @dataclass(frozen=True)
@@ -102,30 +138,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("decisions", __doc__)
-    parser.shape("llada", ("llada", "dream", "llada-moe"))
+    parser.shape("llada", ("llada", "dream", "llada-moe"), takes_model=True)
     parser.option("--rows", [512, 128], "of a decision")
     parser.option("--clients", 64, "how many at a time, beside one")
     parser.option("--calls", 640, "of a row with --clients clients")
     parser.option("--lone", 60, "calls of a row with one client")
     parser.option("--likelihoods", 2, "rows of likelihoods, 0 to 2")
-    parser.option("--questions", 4, "of a decision")
+    parser.option("--questions", [4], "of a decision; several numbers only with --format")
+    parser.option("--format", None, "measure /v1/decisions in this form", choices=("short", "long"))
     parser.option("--steps", 32, "of a request that generates")
     parser.option("--samples", 128, "of a likelihood")
     parser.option("--eager", False, "no CUDA graphs: a server starts faster")
     return parser.parse_args(arguments)
 
 
-async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Row]]:
+async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Any]]:
     """Measure rows per second of steps, and of the calls relative to them."""
     timeout, pool = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=pool, trust_env=False) as session:
         server = Server(url, session)
         steps_per_s = await rate_of_steps(server, options)
         print(f"steps: {steps_per_s:.0f} rows/s", flush=True)
+        if options.format is not None:
+            return steps_per_s, await measure_calls(server, options, steps_per_s)
         attributes = "kind rows num_clients p50_ms p90_ms calls_per_s rows_per_s of_steps"
         table = Table(COLUMNS, attributes, 2 * len(options.rows) + options.likelihoods)
         for rows in options.rows:
-            body = await decision(server, rows, options.questions)
+            body = await decision(server, rows, options.questions[0])
             for clients, calls in ((1, options.lone), (options.clients, options.calls)):
                 done = await run(server, "/v1/systemone", lambda _, b=body: b, clients, calls)
                 table.add(row_of("decision", rows, clients, done, rows, steps_per_s))
@@ -135,6 +174,46 @@ async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Ro
             rows = CONTEXT + TARGET
             table.add(row_of("likelihood", rows, clients, done, forwards * rows, steps_per_s))
     return steps_per_s, table.rows
+
+
+async def measure_calls(
+    server: Server, options: argparse.Namespace, steps_per_s: float
+) -> list[CallRow]:
+    """Measure calls of /v1/decisions with each number of questions."""
+    attributes = "questions form rows num_clients p50_ms p90_ms step_ms around_ms calls_per_s"
+    attributes += " questions_per_s of_steps"
+    table = Table(CALL_COLUMNS, attributes, 2 * len(options.questions))
+    names = ("dllm:step_time_seconds_sum", "dllm:step_time_seconds_count")
+    for count in options.questions:
+        question = {"type": "predicate", "instructions": "Ok?"}
+        body = {"input": "x" * STATE_ROWS, "questions": [question] * count}
+        body |= {"model": "m", "format": options.format}
+        for clients, calls in ((1, options.lone), (options.clients, options.calls)):
+            before = [await server.metric(name) for name in names]
+            done = await run(server, "/v1/decisions", lambda _, b=body: b, clients, calls)
+            seconds, steps = [
+                await server.metric(name) - value for name, value in zip(names, before, strict=True)
+            ]
+            rows = done[0][0][1]["usage"]["input_tokens"]
+            row = row_of("call", rows, clients, done, rows, steps_per_s)
+            step_ms = 1000 * seconds / steps
+            table.add(
+                CallRow(
+                    questions=count,
+                    form=done[0][0][1]["diffusion"]["format"],
+                    rows=rows,
+                    num_clients=clients,
+                    num_calls=row.num_calls,
+                    p50_ms=row.p50_ms,
+                    p90_ms=row.p90_ms,
+                    step_ms=round(step_ms, 2),
+                    around_ms=round(row.p50_ms - step_ms, 2),
+                    calls_per_s=row.calls_per_s,
+                    questions_per_s=round(row.calls_per_s * count, 1),
+                    of_steps=row.of_steps,
+                )
+            )
+    return table.rows
 
 
 async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:

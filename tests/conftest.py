@@ -52,6 +52,7 @@ tqdm.monitor_interval = 0
 
 # Modules that import a requirement of tests alone, on a machine with only a server's requirements.
 WANTED = {"server/test_fuzz.py": "schemathesis", "test_fleet_examples.py": "kubernetes_validate"}
+WANTED["server/test_langchain_decisions.py"] = "langchain_openai"
 collect_ignore = [name for name, wanted in WANTED.items() if find_spec(wanted) is None]
 
 GPU_MARKERS = ("gpu", "multi_gpu")

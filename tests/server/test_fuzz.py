@@ -15,7 +15,14 @@ FEWER_EXAMPLES = {"/v1/chat/completions/batch": 6, "/v1/messages/count_tokens": 
 ROUTES = (
     *("/generate", "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/loglikelihood"),
-    *("/v1/systemone", "/generative_scoring", "/tokenize", "/detokenize", "/invocations"),
+    *(
+        "/v1/decisions",
+        "/v1/systemone",
+        "/generative_scoring",
+        "/tokenize",
+        "/detokenize",
+        "/invocations",
+    ),
 )
 TIMED_OUT = 504  # the right status for a small drawn `timeout_s`
 

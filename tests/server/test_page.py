@@ -490,7 +490,7 @@ def test_an_algorithm_that_chooses_the_length_has_no_kind_of_canvas(page: Browse
     assert answers(page) == [ANSWER]
     (sent,) = page.run("window.sent")
     assert "canvas" not in sent and "gen_length" not in sent
-    assert int(text_of(page, "committed").split("/")[1]) >= 64  # as long as the model chose
+    assert int(text_of(page, "committed").split("/")[1]) >= 64  # the length that the model chose
 
 
 def test_canvases_side_by_side_begin_at_one_height(page: Browser) -> None:

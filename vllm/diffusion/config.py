@@ -282,7 +282,7 @@ class Settings:
             updates.
         weight_update_complete: whether an update must contain every tensor.
         decisions_joint: whether the questions of a call of `/v1/decisions` share a sequence unless
-            the request says otherwise, in full-attention families.
+            the request sets `joint`, in full-attention families.
         decisions_least_mass: probability of all labels of a question below which it is answered
             with a refusal; 0 refuses none.
         decision_calibration: path of a calibration file for `/v1/decisions`.

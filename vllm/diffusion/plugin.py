@@ -13,6 +13,7 @@ from vllm.diffusion.request.families import FAMILIES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 
 def register() -> None:
@@ -66,6 +67,7 @@ def _check_engines_first() -> None:
         preflight.check_model(
             engine.model, is_speculating=any(speculation), load_format=str(engine.load_format)
         )
+        _refuse_other_names(engine)
         try:
             config = create(engine, *args, **kwargs)
         except ImportError as error:  # a quantisation, loader or parser from a missing package
@@ -81,6 +83,35 @@ def _check_engines_first() -> None:
         return config
 
     EngineArgs.create_engine_config = create_checked
+
+
+def _refuse_other_names(engine: EngineArgs) -> None:
+    """Refuse a diffusion model that has the name of another model, before it is configured."""
+    from vllm.diffusion.process import other_names
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    config = get_hf_file_to_dict("config.json", engine.model, engine.revision)
+    if not isinstance(config, dict):
+        return
+    overrides = engine.hf_overrides if isinstance(engine.hf_overrides, dict) else {}
+
+    def has_mask_token() -> bool:
+        tokenizer = engine.tokenizer or engine.model
+        revision = engine.tokenizer_revision or engine.revision
+        files = ("tokenizer_config.json", "special_tokens_map.json")
+        contents = (get_hf_file_to_dict(name, tokenizer, revision) for name in files)
+        return any((content or {}).get("mask_token") for content in contents)
+
+    def has_adapter() -> bool:
+        name = "adapter/adapter_config.json"
+        return get_hf_file_to_dict(name, engine.model, engine.revision) is not None
+
+    other_names.refuse_unsupported(
+        {**config, **overrides},
+        has_mask_token=has_mask_token,
+        has_adapter=has_adapter,
+        generates=engine.runner != "pooling" and engine.convert in ("auto", "none"),
+    )
 
 
 def _register_configurations() -> None:

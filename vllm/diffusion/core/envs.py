@@ -147,6 +147,11 @@ def max_silence_s() -> int:
     return _positive_int("DLLM_MAX_SILENCE_S") or 30
 
 
+def serves_as_autoregressive() -> bool:
+    """VLLM_DLLM_SERVE_AS_AR=1: serve a Qwen checkpoint with a mask token as a plain Qwen."""
+    return _flag("VLLM_DLLM_SERVE_AS_AR")
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -162,6 +167,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_HOST_CACHE_SIZE_BYTES": host_cache_size_bytes,
     "VLLM_DLLM_COMMIT_FUSION": fuses_commits,
     "VLLM_DLLM_KERNELS": kernels,
+    "VLLM_DLLM_SERVE_AS_AR": serves_as_autoregressive,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
     "DLLM_MAX_ANSWERS": max_answers,

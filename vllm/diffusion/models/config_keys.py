@@ -50,6 +50,8 @@ _HARMLESS = """
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
+_SUSPICIOUS = ("causal", "relay", "diffusion", "shift")  # parts of names of keys
+
 _OFF = (None, False)
 _ON = (None, True)
 _NO = (None, 0)
@@ -64,6 +66,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("no_rope_layer_interval", "mrope_section", "rope_local_base_freq"), (None,)),
     **dict.fromkeys(("use_sliding_window", "alibi", "use_mrope", "add_cross_attention"), _OFF),
     **dict.fromkeys(("is_encoder_decoder", "attn_temperature_tuning"), _OFF),
+    **dict.fromkeys(("use_regular_causal", "use_relay"), _OFF),
     **dict.fromkeys(("rope_interleave", "rope_interleaved", "rotary_interleaved"), _OFF),
     **dict.fromkeys(("rope", "use_rope"), _ON),
     **dict.fromkeys(("rotary_pct", "rotary_percent", "rope_ratio", "rope_percent"), _ONE),
@@ -116,6 +119,13 @@ def check_foreign(values: Mapping[str, Any], known: Iterable[str]) -> None:
         if values[key] not in neutral:
             wanted = " or ".join("null" if value is None else repr(value) for value in neutral)
             refuse(values, key, f"only {wanted.lower()} is supported")
+
+
+def suspicious_keys(values: Mapping[str, Any], unknown: Iterable[str]) -> tuple[str, ...]:
+    """Return the unknown keys that are true and whose names refer to how positions are computed."""
+    return tuple(
+        key for key in unknown if values[key] is True and any(word in key for word in _SUSPICIOUS)
+    )
 
 
 def unknown_keys(values: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -20,7 +20,8 @@ from vllm.diffusion.api.decisions.faults import (
     wanted,
 )
 from vllm.diffusion.api.decisions.inputs import text_of_input, text_of_parts
-from vllm.diffusion.api.likelihood.sheets import FORMS, MAX_OPTIONS, SHORT
+from vllm.diffusion.api.likelihood.sheets import MAX_OPTIONS, SHORT
+from vllm.diffusion.api.likelihood.typed_decisions import FORMAT, PASSES
 from vllm.diffusion.api.schema import described
 from vllm.diffusion.request.fields import BY_NAME, by_spelling, checked
 from vllm.diffusion.request.values import Field as Parameter
@@ -41,14 +42,7 @@ MAX_SALT = 1024
 MAX_IDENTIFIER = 128
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter(
-        "passes",
-        int,
-        "2: every question is read once more, with the answers to all others in their places",
-        default=1,
-        minimum=1,
-        maximum=2,
-    ),
+    PASSES,
     Parameter(
         "orders",
         int,
@@ -71,13 +65,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         "whether the server's calibration applies, if it has one",
         default=True,
     ),
-    Parameter(
-        "format",
-        str,
-        "how several questions are written: short has one line per question and per answer",
-        default=SHORT,
-        choices=FORMS,
-    ),
+    replace(FORMAT, default=SHORT),
     BY_NAME["timeout_s"],
     BY_NAME["priority"],
 )
@@ -108,7 +96,7 @@ class DecisionsFields(BaseModel):
     )
     instructions: Any = Field(None, description="System One's body: text ahead of the questions")
     cache_salt: Any = Field(
-        None, description="text that is part of the hash of cached keys and values"
+        None, description="part of the hash of cached keys and values; reads share none yet"
     )
 
 

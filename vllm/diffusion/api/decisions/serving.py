@@ -185,6 +185,11 @@ class DecisionsHandler:
             raise BodyFault(path, f"given {given}; wanted 2 to {limit}") from None
         except StructuredDecisionError as error:
             raise BodyFault(call.state_field, " ".join(str(error).split())) from None
+        except ValueError as error:  # a refusal by the chat template
+            if getattr(error, "parameter", None) is not None:
+                raise
+            field = "chat_template_kwargs" if call.template_kwargs else "model"
+            raise BodyFault(field, " ".join(str(error).split())) from None
 
     def _is_refused(self, result: _Result) -> bool:
         return result.label_mass < self._settings.decisions_least_mass
@@ -332,6 +337,7 @@ def make_handler(
     upstreams = state.serving_structured_decisions
     if upstreams is None:
         return None
+    upstreams.strategy.labels.count()
     path = settings.decision_calibration
     file = None if path is None else load(path, (*model_names, model))
     return DecisionsHandler(upstreams.strategy, model_names, settings, file)

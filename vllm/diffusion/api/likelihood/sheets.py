@@ -42,6 +42,7 @@ _CANDIDATES = (
     *string.ascii_uppercase,
     *sorted({*_SIGNS, *map("".join, product(_SIGNS, _SIGNS))} - {*string.ascii_uppercase}),
 )
+_LONG_PIECE = "Question {}:\n"
 _REPLY = "Answer every question on its own line: the number of the question, a colon, the answer."
 _INSTRUCTIONS = {
     "noul": "A question without options: yes or no.",
@@ -174,6 +175,14 @@ class Labels:
             self._codes[place] = tuple(codes.values())
         return self._codes[place]
 
+    def count(self) -> None:
+        """Count the labels of long lists of options, and find the place of the short form."""
+        places = [Place(_LONG_PIECE.format(1))]
+        if (short := self.short_place()) is not None:
+            places.append(short)
+        counts = [len(self.codes(place)) for place in places]
+        logger.info("decisions: up to %d options per question", max(counts))
+
     def labelled(
         self, place: Place, question: Question, *, has_codes: bool
     ) -> tuple[Question, tuple[int, ...]]:
@@ -268,7 +277,8 @@ def _long_sheet(
 ) -> Sheet:
     texts, answers = [state], []
     for number, question in enumerate(questions, start=1):
-        piece = f"Question {number}:\n" if number == 1 else f"\nQuestion {number}:\n"
+        piece = _LONG_PIECE.format(number)
+        piece = piece if number == 1 else f"\n{piece}"
         labelled, ids = labels.labelled(Place(piece), question, has_codes=has_codes)
         texts.append(f"Question {number}:\n{labelled.type.prompt(labelled)}")
         answers.append(Answer(labels.piece(piece), ids))

@@ -71,22 +71,24 @@ if TYPE_CHECKING:
 
 MAX_QUESTIONS = 64
 
+PASSES = Parameter(
+    "passes",
+    int,
+    "2: every question is read once more, with the answers to all others in their places",
+    default=1,
+    minimum=1,
+    maximum=2,
+)
+FORMAT = Parameter(
+    "format",
+    str,
+    "how several questions are written: short has one line per question and per answer",
+    default=LONG,
+    choices=FORMS,
+)
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter(
-        "passes",
-        int,
-        "2: every question is read once more, with the answers to all others in their places",
-        default=1,
-        minimum=1,
-        maximum=2,
-    ),
-    Parameter(
-        "format",
-        str,
-        "how several questions are written: short has one line per question and per answer",
-        default=LONG,
-        choices=FORMS,
-    ),
+    PASSES,
+    FORMAT,
     Parameter(
         "codes",
         bool,

@@ -25,6 +25,7 @@ from vllm.diffusion.memory import (
 )
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.adapter_weights import load_adapter
+from vllm.diffusion.models.config_keys import suspicious_keys
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.parallel.groups import ConnectedGroup
@@ -70,9 +71,12 @@ def load_model(
         memory = ArenaWeights(model, device)
     order_products(model.layers)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    unknown = vllm_config.model_config.hf_config.unknown_keys
+    config = vllm_config.model_config.hf_config
+    unknown = config.unknown_keys
     if unknown and vllm_config.parallel_config.rank == 0:
         logger.warning("config.json: the keys %s are unknown and have no effect", unknown)
+        if suspicious := suspicious_keys(vars(config), unknown):
+            logger.warning("config.json: %s may require another forward pass", suspicious)
     seconds = time.perf_counter() - start
     logger.info("model loaded: %s of weights in %.1f s", readable(size), seconds)
     count, quantised, plain = quantised_sizes(model, dtype)

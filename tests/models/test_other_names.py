@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffusion models that have the name of another model are refused, in the documented order."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.checkpoint_files import change_json
+from tests.checkpoints import make_checkpoint
+from tests.models.support import engine_config
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.models.config_keys import suspicious_keys
+from vllm.diffusion.process.other_names import refuse_unsupported
+
+SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+REFUSION = {"AutoModelForCausalLM": "modeling_qwen3_refusion.Qwen3ForCausalLM"}
+PLAIN = {"AutoModelForCausalLM": "modeling_qwen3.Qwen3ForCausalLM"}
+MISSING = (
+    "use_regular_causal: not in config.json beside {}; wanted --hf-overrides "
+    "'{{\"use_regular_causal\": true}}' for I-DLM, false for SDAR"
+)
+A_MASK = "this checkpoint is a diffusion model that is not supported; VLLM_DLLM_SERVE_AS_AR=1 "
+
+
+def refuse(
+    config: dict[str, Any],
+    *,
+    has_mask: bool = False,
+    has_adapter: bool = False,
+    generates: bool = True,
+) -> None:
+    refuse_unsupported(
+        config,
+        has_mask_token=lambda: has_mask,
+        has_adapter=lambda: has_adapter,
+        generates=generates,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        # The relay is refused first, whatever else the file contains.
+        ({**SDAR, "use_relay": True, "use_regular_causal": True}, "use_relay: given true; not"),
+        ({**SDAR, "use_relay": True, "use_regular_causal": False}, "use_relay: given true; not"),
+        ({**SDAR, "use_regular_causal": True, "block_size": 3}, "use_regular_causal: given true"),
+        *(({**SDAR, "block_size": n}, MISSING.format(f"block_size {n}")) for n in (1, 2, 3, 7)),
+        (
+            {**QWEN3, "mask_token_id": 151670},
+            f"Qwen3ForCausalLM with mask_token_id 151670: {A_MASK}serves it as a plain Qwen3",
+        ),
+        ({**QWEN2, "mask_token_id": 7}, f"Qwen2ForCausalLM with mask_token_id 7: {A_MASK}"),
+        (
+            {"architectures": ["EfficientDLM"], "model_type": "qwen3"},
+            "EfficientDLM: this checkpoint is Efficient-DLM, a diffusion model",
+        ),
+        (
+            {"architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"},
+            "A2DQwen3LMHeadModel: this checkpoint is an A2D model",
+        ),
+        ({"model_type": "a2d-qwen2"}, "model_type a2d-qwen2: this checkpoint is an A2D model"),
+    ],
+)
+def test_other_models_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServerConfigError) as caught:
+        refuse(config)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("block_size", [None, 4, 8, 16, 32, 64])
+def test_sdars_own_checkpoints_pass(block_size: int | None) -> None:
+    refuse({**SDAR, "block_size": block_size})
+    for small in (1, 2, 3, 7):
+        refuse({**SDAR, "block_size": small, "use_regular_causal": False}, has_adapter=True)
+    with pytest.raises(ServerConfigError) as caught:
+        refuse({**SDAR, "block_size": block_size}, has_adapter=True)
+    assert str(caught.value) == MISSING.format("a folder adapter")
+
+
+def test_remote_code_and_a_mask_token_together_are_refused() -> None:
+    with pytest.raises(ServerConfigError, match="with modeling_qwen3_refusion and a mask token"):
+        refuse({**QWEN3, "auto_map": REFUSION}, has_mask=True)
+    refuse({**QWEN3, "auto_map": REFUSION})
+    refuse({**QWEN3, "auto_map": PLAIN}, has_mask=True)
+    refuse({**QWEN3, "auto_map": {"AutoConfig": "configuration_x.X"}}, has_mask=True)
+    refuse(QWEN3, has_mask=True)
+    refuse({**QWEN3, "mask_token_id": 5}, generates=False)
+    refuse({"architectures": ["LlamaForCausalLM"], "mask_token_id": 5})
+
+
+def test_a_variable_serves_it_as_autoregressive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DLLM_SERVE_AS_AR", "1")
+    refuse({**QWEN3, "mask_token_id": 151670})
+    with pytest.raises(ServerConfigError):
+        refuse({**SDAR, "use_relay": True})
+
+
+def test_an_engine_refuses_it_before_it_is_configured(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "mask_token_id": 151670}))
+    with pytest.raises(ServerConfigError, match="Qwen3ForCausalLM with mask_token_id 151670"):
+        EngineArgs(model=str(tmp_path)).create_engine_config()
+
+
+def test_an_override_decides_for_sdar(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "sdar", family="sdar", seed=3)
+    change_json(path, block_size=2)
+    with pytest.raises(ServerConfigError, match="beside block_size 2"):
+        engine_config(path)
+    config = engine_config(path, hf_overrides={"use_regular_causal": False})
+    assert config.model_config.hf_config.block_length == 2
+    with pytest.raises(ServerConfigError, match="this checkpoint is I-DLM"):
+        engine_config(path, hf_overrides={"use_regular_causal": True})
+    change_json(path, block_size=4)
+    (path / "adapter").mkdir()
+    (path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ServerConfigError, match="beside a folder adapter"):
+        engine_config(path)
+
+
+def test_unknown_keys_that_may_change_the_forward_pass() -> None:
+    values = {"block_causal_prompt": True, "logit_shift": False, "relay_x": 1, "new_norm": True}
+    assert suspicious_keys(values, sorted(values)) == ("block_causal_prompt",)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of diffusion models that have the name of another model in config.json.
+
+Such a checkpoint would be served without an error and with wrong answers, so it is refused at the
+start with the name of the model that it is.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_SDAR = "SDARForCausalLM"
+_QWENS = {"Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
+_REGULAR_CAUSAL = "use_regular_causal"
+# Numbers of masks of a stride of I-DLM. SDAR has blocks of 4, 8, 16, 32 or 64 positions.
+_STRIDES = (1, 2, 3, 7)
+_A2D = "an A2D model of dllm"
+_UNSUPPORTED = {
+    "EfficientDLM": "Efficient-DLM",
+    "A2DQwen2LMHeadModel": _A2D,
+    "A2DQwen3LMHeadModel": _A2D,
+    "A2DLlamaLMHeadModel": _A2D,
+}
+
+
+def refuse_unsupported(
+    config: Mapping[str, Any],
+    *,
+    has_mask_token: Callable[[], bool],
+    has_adapter: Callable[[], bool],
+    generates: bool,
+) -> None:
+    """Refuse a checkpoint that would be served as another model.
+
+    Args:
+        config: config.json, with the values of `--hf-overrides`.
+        has_mask_token: returns whether the tokenizer has a mask token.
+        has_adapter: returns whether the checkpoint has a folder `adapter`.
+        generates: whether the checkpoint is to generate text.
+
+    Raises:
+        ServerConfigError: naming the checkpoint's model.
+    """
+    architectures = config.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    for name in named:
+        if name in _UNSUPPORTED:
+            raise ServerConfigError(_message(name, _UNSUPPORTED[name]))
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type.startswith("a2d-"):
+        raise ServerConfigError(_message(f"model_type {model_type}", _A2D))
+    if _SDAR in named:
+        _check_sdar(config, has_adapter)
+    qwen = next((name for name in named if name in _QWENS), None)
+    if qwen is not None and generates and not envs.serves_as_autoregressive():
+        reason = _mask_of(config, has_mask_token)
+        if reason is not None:
+            raise ServerConfigError(
+                f"{qwen} with {reason}: this checkpoint is a diffusion model that is not "
+                f"supported; VLLM_DLLM_SERVE_AS_AR=1 serves it as a plain {_QWENS[qwen]}"
+            )
+
+
+def _message(name: str, model: str) -> str:
+    return f"{name}: this checkpoint is {model}, a diffusion model that is not supported"
+
+
+def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> None:
+    """Refuse I-DLM and models derived from it, which have SDAR's architecture."""
+    if config.get("use_relay"):
+        raise ServerConfigError("use_relay: given true; not supported")
+    is_causal = config.get(_REGULAR_CAUSAL)
+    if is_causal:
+        raise ServerConfigError(
+            f"{_REGULAR_CAUSAL}: given true; this checkpoint is I-DLM, a diffusion model that is "
+            "not supported"
+        )
+    if is_causal is not None:
+        return
+    block_size = config.get("block_size")
+    evidence = f"block_size {block_size}" if block_size in _STRIDES else None
+    if evidence is None and has_adapter():
+        evidence = "a folder adapter"
+    if evidence is not None:
+        raise ServerConfigError(
+            f"{_REGULAR_CAUSAL}: not in config.json beside {evidence}; wanted --hf-overrides "
+            f"'{{\"{_REGULAR_CAUSAL}\": true}}' for I-DLM, false for SDAR"
+        )
+
+
+def _mask_of(config: Mapping[str, Any], has_mask_token: Callable[[], bool]) -> str | None:
+    """Return why a Qwen checkpoint is a diffusion model, or None if it is not."""
+    mask_id = config.get("mask_token_id")
+    if mask_id is not None:
+        return f"mask_token_id {mask_id}"
+    auto_map = config.get("auto_map")
+    for path in auto_map.values() if isinstance(auto_map, dict) else ():
+        module = str(path).rpartition("--")[2].partition(".")[0]
+        if module.startswith("modeling_") and not _is_of_transformers(module) and has_mask_token():
+            return f"{module} and a mask token"
+    return None
+
+
+def _is_of_transformers(module: str) -> bool:
+    family = module.removeprefix("modeling_")
+    try:
+        return find_spec(f"transformers.models.{family}.{module}") is not None
+    except ImportError:
+        return False
