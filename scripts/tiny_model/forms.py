@@ -57,7 +57,7 @@ FORMS = (
         ),
         ("And what is the capital of {country}?", "Give me the capital of {country}."),
         _PLACES,
-        share=4,
+        share=3,
         begun='{"name":',
     ),
     Kind(
@@ -66,7 +66,7 @@ FORMS = (
         _WEATHER,
         _WEATHER_UNSEEN,
         _CITIES,
-        share=3,
+        share=2,
         begun=_CALL,
         system=WEATHER_TOOL,
     ),
