@@ -335,7 +335,8 @@ def _score_values(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
             score.cfg_scale,
             f"wanted 0: a model of family {model.family.name} has no guidance",
         )
-    return {**ONLY_READ, "cfg_scale": float(score.cfg_scale)}
+    cache = "exact" if score.shares_prefix and model.family.is_block_causal else "none"
+    return {**ONLY_READ, "cfg_scale": float(score.cfg_scale), "cache": cache}
 
 
 def _guide(spec: Spec, request: Request, stop_token_ids: frozenset[int]) -> Guide:
