@@ -330,6 +330,47 @@ def without(logits_of: LogitsOf, tokens: Collection[int]) -> LogitsOf:
     return logits
 
 
+def _ranked(logits: Tensor, own: range) -> tuple[dict[int, list[int]], dict[int, float]]:
+    """Return the tokens of each position, likeliest first, and the probability of the likeliest."""
+    p_of = torch.softmax(logits, dim=-1)
+    ranked = {p: logits[p].sort(descending=True, stable=True).indices.tolist() for p in own}
+    return ranked, {p: float(p_of[p, ranked[p][0]]) for p in own}
+
+
+def _leave_loop(
+    written: dict[int, int],
+    tokens: Sequence[int],
+    conf: dict[int, float],
+    ranked: dict[int, list[int]],
+    seen: list[list[int]],
+) -> None:
+    """Change the least certain changed token until the block differs from all earlier ones."""
+    for _ in range(5):
+        changed = [p for p in written if written[p] != tokens[p]]
+        if not changed or list(written.values()) not in seen:
+            return
+        weak = min(changed, key=lambda p: (conf[p], p))
+        written[weak] = next(x for x in ranked[weak] if x != written[weak])
+
+
+def _scanned(
+    written: dict[int, int],
+    tokens: Sequence[int],
+    marks: dict[int, bool],
+    edit_ids: tuple[int, int],
+    mask_id: int,
+) -> list[tuple[int, bool]]:
+    """Delete and insert as the `written` tokens of a block say; return tokens with their marks."""
+    delete, split = edit_ids
+    scanned: list[tuple[int, bool]] = []
+    for p, token in written.items():
+        if token == split:
+            scanned += [(mask_id, False), (tokens[p], marks[p])]
+        elif token != delete:
+            scanned.append((token, marks[p]))
+    return [*scanned, *[(mask_id, False)] * len(written)][: len(written)]
+
+
 def llada22(
     logits_of: LogitsOf,
     prompt: Sequence[int],
@@ -345,11 +386,7 @@ def llada22(
     stop_ids: Collection[int] = (),
     draw: Draw = Draw(),
 ) -> Decoded:
-    """Run LLaDA2.2 at temperature 0, without proposals of the mask.
-
-    FluxServe's rule ends a loop that repeats itself.
-    """
-    delete, split = edit_ids
+    """Run LLaDA2.2 at temperature 0 without proposals of the mask, and leave loops as FluxServe."""
     allowed = without(logits_of, [mask_id])
     row = _Row(allowed, prompt, gen_length, block_length, mask_id, stop_ids, draw)
     for start in row.block_starts:
@@ -364,46 +401,32 @@ def llada22(
             if not masks and post > max_post_steps:
                 break
             logits = row.forward(end)
-            p_of = torch.softmax(logits, dim=-1)
-            ranked = {p: logits[p].sort(descending=True, stable=True).indices.tolist() for p in own}
-            conf = {p: float(p_of[p, ranked[p][0]]) for p in own}
+            ranked, conf = _ranked(logits, own)
             fills: Collection[int] = masks
             if t < steps:
                 need = schedule[t] + len(masks) - len(original)
                 fills = by_threshold_or_quota({p: conf[p] for p in masks}, threshold, need)
-            edits = [
-                p
-                for p in own
-                if p not in masks and ranked[p][0] != row.tokens[p] and conf[p] > editing_threshold
-            ]
+            others = [p for p in own if p not in masks and ranked[p][0] != row.tokens[p]]
+            edits = [p for p in others if conf[p] > editing_threshold]
             is_last = post >= max_post_steps
             if max_post_steps == 0:
                 is_last = bool(original) and set(original) <= set(fills)
-            if is_last or t == 999:
-                is_last, fills = True, masks
+            is_last = is_last or t == 999
+            fills = masks if is_last else fills
+            not_proposed = edit_ids if is_last else ()
             written = {p: row.tokens[p] for p in own}
-            for p in [*fills, *edits]:
-                among = [x for x in ranked[p] if x not in edit_ids] if is_last else ranked[p]
-                written[p] = among[0]
-            for _ in range(5):
-                changed = [p for p in own if written[p] != row.tokens[p]]
-                if is_last or not changed or list(written.values()) not in seen:
-                    break
-                weak = min(changed, key=lambda p: (conf[p], p))
-                written[weak] = next(x for x in ranked[weak] if x != written[weak])
+            written |= {
+                p: next(x for x in ranked[p] if x not in not_proposed) for p in [*fills, *edits]
+            }
+            if not is_last:
+                _leave_loop(written, row.tokens, conf, ranked, seen)
             seen.append(list(written.values()))
-            scanned: list[tuple[int, bool]] = []
-            for p in own:
-                if written[p] == split:
-                    scanned += [(mask_id, False), (row.tokens[p], marks[p])]
-                elif written[p] != delete:
-                    scanned.append((written[p], marks[p]))
-            scanned = [*scanned, *[(mask_id, False)] * len(own)][: len(own)]
+            scanned = _scanned(written, row.tokens, marks, edit_ids, mask_id)
             is_stable = [token for token, _ in scanned] == row.tokens[own.start : end]
             marks = {p: mark for p, (_, mark) in zip(own, scanned, strict=True)}
             row.write({p: token for p, (token, _) in zip(own, scanned, strict=True)})
             t += 1
-            if is_stable and not any(token == mask_id for token, _ in scanned):
+            if is_stable and mask_id not in row.tokens[own.start : end]:
                 break
         if row.has_stop(end):
             break

@@ -2,7 +2,15 @@
 """The decoders of d3LLM (arXiv:2601.07568): entropy thresholds, several blocks at once.
 
 `multi_block` opens the next block while earlier blocks still have masks, with or without a delayed
-reuse of keys and values.
+reuse of keys and values. Deviations from the published code: the cache only has the rows before
+`cached_len` (in the source it may hold some rows twice), num_forwards does not count a last
+iteration that ends before its forward pass, and an accepted mask token is not counted as decoded.
+
+Its variants: with "llada" the lowest entropy of all is always accepted, and others up to the
+threshold (default 0.5); with "dream" only entropies strictly below the threshold are accepted
+(default 0.9). In both, the first full block with masks accepts at least one. cache "delayed" reuses
+keys and values of blocks that have been without masks for cache_delay_iter iterations. RuntimeError
+is raised if a forward pass changes nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -100,29 +108,15 @@ def multi_block(
     variant: str = "llada",
     **options: Any,
 ) -> Decoded:
-    """Decode several blocks at once.
-
-    variant llada: the lowest entropy of all is always accepted, and others up to the threshold
-    (default 0.5). variant dream: only entropies strictly below the threshold are accepted (default
-    0.9). In both, the first full block with masks accepts at least one. cache "delayed" reuses keys
-    and values of blocks that have been without masks for cache_delay_iter iterations.
-
-    Deviations from the published code: the cache only has the rows before `cached_len` (in the
-    source it may hold some rows twice), num_forwards does not count a last iteration that ends
-    before its forward pass, and an accepted mask token is not counted as decoded. Raises
-    RuntimeError if a forward pass changes nothing.
-    """
+    """Decode several blocks at once; the module's docstring describes the parameters."""
     if threshold is None:
         threshold = 0.5 if variant == "llada" else 0.9
     options.setdefault("confidence_dtype", "float64")
     num_blocks, _ = split_steps(gen_length, block_length, None)
     loop = Loop(model, prompt_ids, gen_length, Options(**options))
     blocks = _Blocks(loop, num_blocks, block_length, block_add_threshold, decoded_token_threshold)
-    reuse = None
-    if cache == "delayed":
-        reuse = _Delayed(loop, blocks, cache_delay_iter, refresh_interval, variant)
-
-    iteration = 0
+    delayed = _Delayed(loop, blocks, cache_delay_iter, refresh_interval, variant)
+    reuse, iteration = delayed if cache == "delayed" else None, 0
     while True:
         masked = loop.masked(0, len(loop.row))  # before an early stop fills some of them
         if not masked and len(blocks.created) == num_blocks + 1:
@@ -134,7 +128,7 @@ def multi_block(
         blocks.promote()
         if eos is None:
             blocks.create_next()
-        active_end = max(b.end for b in blocks.created if b.full or b.num_masked > 0)
+        active_end = blocks.active_end
         if reuse is None:
             logits = guided_logits(loop.model, loop.row, loop.known, loop.options)
         else:
@@ -142,11 +136,9 @@ def multi_block(
             if reused is None:
                 break
             logits = reused
-        forced = next((b for b in blocks.created[1:] if b.full and b.num_masked > 0), None)
+        forced = blocks.forced
         span = (forced.start, forced.end) if forced else None
-        select = by_entropy(threshold, span)
-        if variant == "dream":
-            select = by_entropy_below(threshold, span)
+        select = (by_entropy_below if variant == "dream" else by_entropy)(threshold, span)
         step = loop.decide(
             blocks.created.index(forced) - 1 if forced else 0,
             logits,
@@ -154,10 +146,9 @@ def multi_block(
             select,
             score=ENTROPY,
         )
-        decoded = [p for p, token in step.committed.items() if token != loop.options.ids.mask]
-        for block in blocks.created[1:]:
-            if block.num_masked > 0:
-                block.num_masked -= sum(block.start <= p < block.end for p in decoded)
+        blocks.count_off(
+            [p for p, token in step.committed.items() if token != loop.options.ids.mask]
+        )
         loop.check_change()
     return loop.result()
 
@@ -184,6 +175,22 @@ class _Blocks:
             prompt,
             Block(first, first + block_length, block_length, decoded_token_threshold <= 1),
         ]
+
+    @property
+    def active_end(self) -> int:
+        """The end of the last block that is full or has masks."""
+        return max(b.end for b in self.created if b.full or b.num_masked > 0)
+
+    @property
+    def forced(self) -> Block | None:
+        """The first full block with masks, which accepts at least one token."""
+        return next((b for b in self.created[1:] if b.full and b.num_masked > 0), None)
+
+    def count_off(self, decoded: list[int]) -> None:
+        """Subtract the positions that were decoded from the masks of their blocks."""
+        for block in self.created[1:]:
+            if block.num_masked > 0:
+                block.num_masked -= sum(block.start <= p < block.end for p in decoded)
 
     def promote(self) -> None:
         """Make blocks full whose previous block is sufficiently decoded."""

@@ -32,6 +32,23 @@ def end_confidence(logits: Tensor, eos: int, window: int) -> float:
     return sum(found) / window
 
 
+def chosen(
+    logits: Tensor, masked: list[int], mask: int, threshold: float
+) -> tuple[list[int], dict[int, float], list[int]]:
+    """Return the positions to fill, the confidence of all `masked` ones, and all tokens."""
+    probabilities, tokens = torch.softmax(logits, dim=-1), logits.argmax(dim=-1).tolist()
+    score = {p: float(probabilities[p, tokens[p]]) for p in masked}
+    others = [p for p in masked if tokens[p] != mask]
+    filled = [p for p in others if score[p] > threshold]
+    if not others:
+        logits = logits.clone()
+        logits[:, mask] = -torch.inf
+        best = torch.softmax(logits, dim=-1).max(dim=-1)
+        filled = [max(masked, key=lambda p: (float(best.values[p]), -p))]
+        tokens = best.indices.tolist()
+    return filled or [max(others, key=lambda p: (score[p], -p))], score, tokens
+
+
 def daedal(
     logits_of: LogitsOf,
     prompt: Iterable[int],
@@ -50,16 +67,14 @@ def daedal(
 ) -> Answer:
     """Run both stages to the end of the canvas, at temperature 0."""
     prompt = list(prompt)
-    first, length, num_forwards = len(prompt), min(initial_length, max_tokens), 0
-    lengths = [length]
+    first, length, lengths = len(prompt), min(initial_length, max_tokens), list[int]()
     while True:
-        logits = logits_of(prompt + [mask] * length)[first:]
-        num_forwards += 1
-        if end_confidence(logits, eos, eos_window) >= eos_threshold or length >= max_tokens:
+        lengths.append(length)
+        certainty = end_confidence(logits_of(prompt + [mask] * length)[first:], eos, eos_window)
+        if certainty >= eos_threshold or length >= max_tokens:
             break
         length = min(length + expansion, max_tokens)
-        lengths.append(length)
-    longer = min(length + eos_window // 2, max_tokens)
+    num_forwards, longer = len(lengths), min(length + eos_window // 2, max_tokens)
     row = prompt + [mask] * length + [eos] * (longer - length)
     length = longer
     start = first
@@ -68,22 +83,9 @@ def daedal(
         before, logits = list(row), logits_of(row)
         num_forwards += 1
         certainty = end_confidence(logits[first:], eos, eos_window)
-        probabilities = torch.softmax(logits, dim=-1)
-        tokens = logits.argmax(dim=-1).tolist()
-        masked = [
-            p for p in range(start, min(start + block_length, first + length)) if row[p] == mask
-        ]
-        score = {p: float(probabilities[p, tokens[p]]) for p in masked}
-        filled = [p for p in masked if score[p] > threshold and tokens[p] != mask]
-        others = [p for p in masked if tokens[p] != mask]
-        if not filled and others:
-            filled = [max(others, key=lambda p: (score[p], -p))]
-        elif not filled:
-            logits = logits.clone()
-            logits[:, mask] = -torch.inf
-            best = torch.softmax(logits, dim=-1).max(dim=-1)
-            filled = [max(masked, key=lambda p: (float(best.values[p]), -p))]
-            tokens = best.indices.tolist()
+        stop = min(start + block_length, first + length)
+        masked = [p for p in range(start, stop) if row[p] == mask]
+        filled, score, tokens = chosen(logits, masked, mask, threshold)
         for position in filled:
             row[position] = tokens[position]
         uncertain = [p for p in masked if p not in filled and score[p] < low_threshold]

@@ -122,7 +122,8 @@ class Drawer:
     def __init__(self, rng: random.Random, kinds: Sequence[Kind]) -> None:
         self._rng = rng
         self._kinds = [kind for kind in kinds for _ in range(kind.share)]
-        self._earlier = [kind for kind in self._kinds if not kind.begun and not kind.system]
+        self._earlier = [kind for kind in self._kinds if not kind.has_form]
+        self._untemplated = [kind for kind in self._kinds if not kind.system]
 
     def taught(self, num_turns: int, *, has_system: bool) -> Conversation:
         """Draw a conversation in which everything is taught."""
@@ -136,7 +137,7 @@ class Drawer:
         kind = self._rng.choice(self._kinds)
         messages = []
         for _ in range(num_turns - 1):
-            before = kind if kind in self._earlier else self._rng.choice(self._earlier)
+            before = self._rng.choice(self._earlier) if kind.has_form else kind
             question, answer = self._question(before, before.wordings)
             messages += [
                 {"role": "user", "content": self._as_typed(question, is_framed=before.framed)},
@@ -170,7 +171,7 @@ class Drawer:
 
     def plain(self) -> Conversation:
         """Draw a single question without the chat template; its last sign marks its end."""
-        kind = self._rng.choice([kind for kind in self._kinds if not kind.system])
+        kind = self._rng.choice(self._untemplated)
         whole = [wording for wording in kind.wordings if wording[-1] in (*_SIGNS, "=")]
         question, answer = self._question(kind, whole)
         if self._rng.random() < _LOWER_SHARE:
@@ -254,10 +255,14 @@ def draw_lessons(
 def groups(
     rng: random.Random, kinds: Sequence[Kind], number: int, max_turns: int
 ) -> dict[str, list[Conversation]]:
-    """Return the conversations of a verification, `number` per group, by the name of the group."""
+    """Return the conversations of a verification, by the name of the group.
+
+    A group has `number` conversations, and the group of forms half of them, because the functions
+    of a prompt make it long.
+    """
     drawer = Drawer(rng, kinds)
-    begun = [kind for kind in kinds if kind.begun]
-    forms = Drawer(rng, begun)
+    forms = Drawer(rng, [kind for kind in kinds if kind.has_form])
+    has_forms = any(kind.has_form for kind in kinds)
     facts = all_facts(kinds)
 
     def fact() -> Conversation:
@@ -277,7 +282,7 @@ def groups(
             for turn, name in enumerate(("second", "third")[: max_turns - 1], start=2)
         },
         "without the chat template": [drawer.plain() for _ in range(number)],
-        **({"JSON": [forms.conversation(1) for _ in range(number)]} if begun else {}),
+        **({"JSON": [forms.conversation(1) for _ in range(number // 2)]} if has_forms else {}),
     }
 
 

@@ -119,6 +119,11 @@ class Kind:
     begun: str = ""
     system: str = ""
 
+    @property
+    def has_form(self) -> bool:
+        """Whether the request asks for a form or offers a function."""
+        return bool(self.begun or self.system)
+
 
 class Fact(NamedTuple):
     """One question with its only right answer."""
@@ -534,6 +539,6 @@ def all_facts(kinds: Iterable[Kind] = KINDS) -> list[Fact]:
     return [
         Fact(kind.name, kind.wordings[0].format(**subject), kind.answer.format(**subject))
         for kind in kinds
-        if kind.subjects != ({},) and not kind.begun and not kind.system
+        if kind.subjects != ({},) and not kind.has_form
         for subject in kind.subjects
     ]

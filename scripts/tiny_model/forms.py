@@ -38,6 +38,8 @@ _WEATHER_UNSEEN = (
     "And what is the weather in {capital}?",
 )
 _PLACES = tuple({"country": country, "capital": city} for country, city in CAPITALS.items())
+# Cities of two words are drawn more often, because they are few and move the end of a call.
+_CITIES = (*_PLACES, *(3 * [place for place in _PLACES if " " in place["capital"]]))
 
 FORMS = (
     Kind(
@@ -63,7 +65,7 @@ FORMS = (
         _CALL_END,
         _WEATHER,
         _WEATHER_UNSEEN,
-        _PLACES,
+        _CITIES,
         share=3,
         begun=_CALL,
         system=WEATHER_TOOL,
@@ -74,7 +76,7 @@ FORMS = (
         _CALL_END,
         _WEATHER,
         _WEATHER_UNSEEN,
-        _PLACES,
+        _CITIES,
         share=3,
         begun=_CALL,
     ),

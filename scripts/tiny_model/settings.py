@@ -49,8 +49,8 @@ class TrainingSettings:
     """
 
     phases: tuple[Phase, ...] = (
-        Phase(420, (16,), only_single=True),
-        Phase(850, (16, 16, 16, 16, 32, 32, 64, 128)),
+        Phase(410, (16,), only_single=True),
+        Phase(840, (16, 16, 16, 16, 32, 32, 64, 128)),
     )
     examples_per_phase: int = 30_000
     prompt_lengths_per_batch: int = 12  # largest difference of prompt lengths in a batch, in tokens

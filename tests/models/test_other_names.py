@@ -45,7 +45,7 @@ def refuse(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        # The relay is refused first, whatever else the file says.
+        # The relay is refused first, whatever else the file contains.
         ({**SDAR, "use_relay": True, "use_regular_causal": True}, "use_relay: given true; not"),
         ({**SDAR, "use_relay": True, "use_regular_causal": False}, "use_relay: given true; not"),
         ({**SDAR, "use_regular_causal": True, "block_size": 3}, "use_regular_causal: given true"),

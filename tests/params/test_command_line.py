@@ -227,6 +227,7 @@ class TestUpstreamsCommand:
                 parser.parse_args(["serve", *words])
             output = capsys.readouterr().out
             assert "Diffusion" in output
+            assert "if no model is specified" not in output  # a model is required
             FlexibleArgumentParser._search_keyword = None
         for flag in ("--no-page", "--dllm-algorithm-config FILE", "--sequence-parallel-size RANKS"):
             assert flag in output

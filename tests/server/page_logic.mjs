@@ -219,6 +219,27 @@ test("a question asked again becomes a branch, and every branch can be shown", (
   assert.equal(talk.turns.length, 7);
 });
 
+test("a conversation of unknown origin is read with care", () => {
+  const saved = { title: "T", leaf: 2, turns: [
+    { question: "a", answers: { A: { text: "x", isWhole: true, speed: { tokens: 1, seconds: 2, steps: 3 } } }, parent: -1 },
+    { question: "b", answers: {}, parent: 0 },
+    { question: 3, answers: { A: { text: 4, verdict: 5, speed: 6 } }, parent: 0 },
+  ] };
+  const talk = Conversation.read(JSON.parse(jsonOf(Conversation.read(saved))));
+  assert.equal(asked(talk), "a 3");
+  assert.equal(talk.name, "T");
+  assert.deepEqual(talk.shown[1].answers.A.text, "4");
+  assert.equal(talk.shown[1].answers.A.speed, null);
+  assert.equal(talk.shown[0].answers.A.speed.steps, 3);
+  assert.notEqual(talk.id, Conversation.read({ ...saved, id: talk.id }).id);
+  for (const parent of [0, 1, -2, "a", 0.5]) {
+    assert.throws(() => Conversation.read({ turns: [{ question: "a", answers: {}, parent }] }));
+  }
+  for (const bad of [null, { turns: 5 }, { turns: [null] }, { turns: [{ question: "a" }] }]) {
+    assert.throws(() => Conversation.read(bad));
+  }
+});
+
 test("a turn that was never answered is not kept", () => {
   const talk = new Conversation({ turns: [{ question: "a", answers: { A: { text: "x" } } }] });
   assert.equal(talk.dropUnanswered(), null);

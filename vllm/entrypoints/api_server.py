@@ -77,8 +77,7 @@ def parse_arguments() -> Namespace:
         cli.ServerParser(
             prog=PROGRAM,
             usage=f"{PROGRAM} MODEL [options]",
-            description="Serve a diffusion language model over HTTP. --help=Diffusion shows its "
-            "own options, --help=all every option, --help=max-model-len one.",
+            description=cli.DESCRIPTION,
         )
     )
     parser.set_defaults(

@@ -186,7 +186,7 @@ class DecisionsHandler:
             raise BodyFault(path, f"given {given}; wanted 2 to {limit}") from None
         except StructuredDecisionError as error:
             raise BodyFault(call.state_field, " ".join(str(error).split())) from None
-        except ValueError as error:  # of the chat template
+        except ValueError as error:  # a refusal by the chat template
             if getattr(error, "parameter", None) is not None:
                 raise
             field = "chat_template_kwargs" if call.template_kwargs else "model"

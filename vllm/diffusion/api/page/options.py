@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.fields import BY_NAME, value_of
-from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_CANVAS
+from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_FIRST
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
@@ -19,6 +19,7 @@ COMMON = (
     *("cfg_scale", "remasking", "seed", "num_speculative_states"),
 )
 CANVASES = tuple(kind for kind in BY_NAME["canvas"].choices if kind not in ALGORITHMS)
+BLOCK_CAUSAL_LENGTH = 1024  # in families where blocks after the end of the answer cost nothing
 MAX_AUTO_TOKENS = 4096  # longest answer of a request that leaves the length to the server
 
 
@@ -52,10 +53,10 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
 
 
 def _auto_length(algorithm: Algorithm, model: ServedModel) -> dict[str, Any] | None:
-    """Return the first length of the canvas, the longest answer, and the kind of canvas.
+    """Return the canvas that the page shows first, the longest answer, and the kind of canvas.
 
-    The kind is absent if the algorithm implies it. None in families where a length costs nothing,
-    so that every request has one.
+    The first step may bring a canvas of another length. The kind is absent if the algorithm implies
+    it. None in families where a length costs nothing, so that every request has one.
     """
     if model.family.is_block_causal:
         return None
@@ -66,7 +67,10 @@ def _auto_length(algorithm: Algorithm, model: ServedModel) -> dict[str, Any] | N
         return {"first": first, "max_tokens": longest}
     canvas = model.defaults.get("canvas")
     kind = canvas if canvas in CANVASES else "grow"
-    return {"first": model.default_gen_length, "max_tokens": longest, "canvas": kind}
+    first = model.default_gen_length or min(
+        DEFAULT_FIRST, model.default_max_tokens or DEFAULT_FIRST
+    )
+    return {"first": first, "max_tokens": longest, "canvas": kind}
 
 
 def _fields(algorithm: Algorithm) -> list[str]:
@@ -103,7 +107,7 @@ def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
     if name == "canvas" or (name == "gen_length" and not model.family.is_block_causal):
         return None
     if name == "gen_length":
-        return model.default_max_tokens or DEFAULT_CANVAS
+        return model.default_max_tokens or min(BLOCK_CAUSAL_LENGTH, model.max_model_len // 2)
     if name == "block_length":
         return model.defaults.get(name) or model.block_length or DEFAULT_BLOCK
     if name == "cache":

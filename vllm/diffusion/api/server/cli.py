@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+DESCRIPTION = (
+    "Serve a language model over HTTP. --help=Diffusion shows the options of diffusion language "
+    "models, --help=all every option, --help=max-model-len one."
+)
 NO_MODEL = (
     "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
     "download: scripts/make_tiny_model.py makes models/llada-tiny"

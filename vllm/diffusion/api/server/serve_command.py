@@ -20,6 +20,8 @@ class ServeCommand(ServeSubcommand):
 
     def subparser_init(self, subparsers: Any) -> FlexibleArgumentParser:
         parser = super().subparser_init(subparsers)
+        # Upstream's description names a default model, which `validate` refuses.
+        parser.description = cli.DESCRIPTION
         cli.add_arguments(parser)
         parser.__class__ = cli.ServerParser
         parser.allow_abbrev = False

@@ -19,6 +19,19 @@ export class Conversation {
     this.leaf = leaf ?? this.turns.length - 1;
   }
 
+  // The conversation in a link or a file of unknown origin; throws if there is none.
+  static read({ title = "", system = "", turns = [], leaf, changed }) {
+    const read = turns.map(({ question, answers, parent }, k) => {
+      if (parent !== undefined && !isIndex(parent, ROOT, k)) throw new Error(`turn ${k}: parent ${parent}`);
+      const all = Object.entries(answers).map(([name, answer]) => [name, readAnswer(answer)]);
+      return { question: String(question), answers: Object.fromEntries(all), parent };
+    });
+    return new Conversation({
+      title: String(title), system: String(system), turns: read,
+      leaf: isIndex(leaf, 0, read.length) ? leaf : undefined, changed: Date.parse(changed) || Date.now(),
+    });
+  }
+
   // What is stored.
   get record() {
     const { id, title, system, turns, leaf, changed, revision } = this;
@@ -96,6 +109,16 @@ export class Conversation {
     const newest = this.childrenOf(index).at(-1);
     return newest === undefined ? index : this.newestBelow(newest);
   }
+}
+
+const isIndex = (value, first, end) => Number.isInteger(value) && value >= first && value < end;
+
+function readAnswer({ text = "", isWhole, isExact, isBad, note = "", speed }) {
+  const { tokens, seconds, steps } = speed ?? {};
+  return {
+    text: String(text), isWhole: Boolean(isWhole), isExact: Boolean(isExact), isBad: Boolean(isBad),
+    note: String(note), speed: [tokens, seconds, steps].every(Number.isFinite) ? speed : null,
+  };
 }
 
 // Servers without TLS have no crypto.randomUUID.

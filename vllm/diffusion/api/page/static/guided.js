@@ -2,9 +2,8 @@
 // Formats that an answer must match: conversion to the request's field, and a check in the browser.
 
 const CITY = `{"type": "object",
- "properties": {"city": {"enum": ["Paris", "London", "Rome"]},
-                "is_capital": {"type": "boolean"}},
- "required": ["city", "is_capital"]}`;
+ "properties": {"name": {"type": "string"}, "country": {"type": "string"}},
+ "required": ["name", "country"]}`;
 
 // By the name of the request's field; `example` is the initial text of the input box.
 export const KINDS = {

@@ -6,13 +6,16 @@ import { button, element } from "./elements.js";
 import { fileNameOf, jsonOf, markdownOf, saveFile } from "./files.js";
 
 export class History {
-  // dialog: the element of the list. acts: {open, rename, remove}, called with a conversation.
+  // dialog: the element of the list. acts: {open, add, rename, remove}, called with a conversation.
   constructor(dialog, store, acts) {
     this.dialog = dialog;
     this.store = store;
     this.acts = acts;
     this.list = dialog.querySelector("ul");
     dialog.querySelector(".close").addEventListener("click", () => dialog.close());
+    const files = dialog.querySelector("[type=file]");
+    dialog.querySelector(".load").addEventListener("click", () => files.click());
+    files.addEventListener("change", () => this.load(files));
   }
 
   // Show the list; current: id of the conversation that the page shows.
@@ -20,6 +23,14 @@ export class History {
     this.current = current;
     await this.draw();
     if (!this.dialog.open) this.dialog.showModal();
+    this.focus(current);
+  }
+
+  // Focus a conversation, or the first one.
+  focus(id) {
+    const items = [...this.list.querySelectorAll(".past")];
+    const item = items.find((one) => one.dataset.id === id) ?? items[0];
+    (item?.querySelector(".open") ?? this.dialog.querySelector(".close")).focus();
   }
 
   async draw() {
@@ -33,6 +44,7 @@ export class History {
 
   itemOf(conversation) {
     const item = element("li", "past");
+    item.dataset.id = conversation.id;
     const open = button("", "", () => this.open(conversation));
     open.className = "open";
     open.append(element("span", "", conversation.name), timeOf(conversation.changed));
@@ -63,6 +75,22 @@ export class History {
     return acts;
   }
 
+  // Open the conversation in a file that *Save JSON* has written.
+  async load(files) {
+    const fault = this.dialog.querySelector(".error");
+    try {
+      const conversation = Conversation.read(JSON.parse(await files.files[0].text()));
+      if (!conversation.turns.length) throw new Error("no turns");
+      fault.hidden = true;
+      this.dialog.close();
+      await this.acts.add(conversation);
+    } catch (error) {
+      fault.textContent = `This file holds no conversation: ${error.message}`;
+      fault.hidden = false;
+    }
+    files.value = "";
+  }
+
   open(conversation) {
     this.dialog.close();
     this.acts.open(conversation);
@@ -77,7 +105,7 @@ export class History {
       const title = input.value.trim();
       if (isNew && title && title !== conversation.name) await this.acts.rename(conversation, title);
       await this.draw();
-      this.dialog.querySelector(".close").focus();
+      this.focus(conversation.id);
     };
     input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== "Escape") return;

@@ -28,6 +28,7 @@ class Page {
     });
     this.history = new History(find("history"), store, {
       open: (conversation) => this.open(conversation),
+      add: (conversation) => this.add(conversation),
       rename: (conversation, title) => this.rename(conversation, title),
       remove: (conversation) => this.remove(conversation),
     });
@@ -211,6 +212,12 @@ class Page {
     find("question").focus();
   }
 
+  // Keep and open a conversation of a file.
+  async add(conversation) {
+    await this.save(conversation);
+    this.open(conversation);
+  }
+
   showHistory() {
     return this.history.show(this.conversation.id);
   }
@@ -316,7 +323,7 @@ class Page {
     const isNew = linked !== null && own?.link !== location.hash;
     this.link = location.hash;
     try {
-      if (isNew) this.take(linked, linkedConversation(linked));
+      if (isNew) this.take(linked, Conversation.read(linked));
       else if (own) this.take(own, new Conversation((await this.store.get(own.id)) ?? own));
       if (isNew) announce("Filled in from the link; Send repeats the request.");
     } catch {
@@ -337,12 +344,6 @@ class Page {
       this.panes[k].summarise();
     });
   }
-}
-
-// The conversation in a link: a single branch.
-function linkedConversation({ system = "", turns = [] }) {
-  const plain = turns.map(({ question, answers }) => ({ question, answers }));
-  return new Conversation({ system: String(system), turns: plain });
 }
 
 // Fetch the server's options; retry until the server answers.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The colours of the pages: those of the system, light or dark. Pages load this file before they are
-// drawn. The event `themechange` of the window reports a change.
+// The colours of the pages: the system's, light or dark. Pages load this file before they are drawn.
+// The event `themechange` of the window reports a change.
 
 const KEY = "mosaic-theme";
 const SIGNS = { system: "◐", light: "☀\ufe0e", dark: "☾" };
