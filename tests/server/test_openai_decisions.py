@@ -370,6 +370,12 @@ def test_random_bodies_are_answered_or_refused_by_name(client: Client) -> None:
     assert {200, 400} <= statuses
 
 
+def test_a_time_ends_all_reads_of_a_call(client: Client) -> None:
+    body = {"input": "x" * 3000, "questions": QUESTIONS, "joint": False, "timeout_s": 0.001}
+    assert refusal(client.http.post(ROUTE, json=body), 504)["param"] == "timeout_s"
+    client.wait_for_num_requests(0)
+
+
 def test_another_model_is_not_found(client: Client) -> None:
     body = {"model": "gpt-6-luna", "input": INPUT, "questions": QUESTIONS}
     refusal(client.http.post(ROUTE, json=body), 404)
