@@ -62,8 +62,8 @@ class Source:
         if name not in self._modules:
             base = self._folder.joinpath(*name.split("."))
             files = [base / "__init__.py", base.with_suffix(".py")]
-            found = next((file for file in files if file.is_file()), None)
-            tree = None if found is None else ast.parse(found.read_text("utf-8"))
+            file = next((file for file in files if file.is_file()), None)
+            tree = None if file is None else ast.parse(file.read_text("utf-8"))
             self._modules[name] = tree
         return self._modules[name]
 
@@ -83,9 +83,9 @@ class Source:
             return self._inside(node, rest, name.module)
         for node in _statements(tree):
             if isinstance(node, ast.ImportFrom) and "*" in _names_of(node):
-                found = self.node(Name(self._origin(node, name.module), name.path))
-                if found is not None:
-                    return found
+                result = self.node(Name(self._origin(node, name.module), name.path))
+                if result is not None:
+                    return result
         inner = self.module(f"{name.module}.{first}")
         return inner if inner is not None and not rest else None
 
@@ -97,8 +97,8 @@ class Source:
             if path[0] in _names_of(member):
                 return self._inside(member, path[1:], module)
         bases = (ast.unparse(base).split("[")[0] for base in node.bases)
-        found = (self.node(Name(module, ".".join([base, *path]))) for base in bases)
-        return next((member for member in found if member is not None), None)
+        result = (self.node(Name(module, ".".join([base, *path]))) for base in bases)
+        return next((member for member in result if member is not None), None)
 
     def _origin(self, node: ast.ImportFrom, module: str) -> str:
         """Return the absolute name of the module from which `module` imports."""
@@ -223,7 +223,7 @@ def installed() -> Path:
     for folder in (*folders, *(Path(p) for p in sys.path)):
         if (folder / "vllm" / "v1").is_dir() and not folder.samefile(ROOT):
             return folder
-    raise SystemExit("error: vllm: expected an installed package to compare with, found none")
+    raise SystemExit("error: vllm: expected an installed package to compare with, result none")
 
 
 def main() -> int:
@@ -236,10 +236,10 @@ def main() -> int:
         before, after = Source(installed()), Source(unpacked_wheel(args.version, Path(folder)))
         rows = []
         for name in names:
-            found = difference(name, before, after)
-            if found is not None:
-                counts[found[0]] += 1
-                rows.append((KINDS.index(found[0]), str(name), found[1]))
+            result = difference(name, before, after)
+            if result is not None:
+                counts[result[0]] += 1
+                rows.append((KINDS.index(result[0]), str(name), result[1]))
     for kind, name, note in sorted(rows):
         if KINDS[kind] != "text" or args.all:
             print(f"{KINDS[kind]:<10} {name}" + (f"\n           {note[:300]}" if note else ""))

@@ -214,11 +214,9 @@ def shortfall(results: Sequence[dict[str, Any]], plan: Plan) -> str:
     The text is empty if there is no such group.
     """
     for name, group in results[0]["groups"].items():
-        if group["right"] < plan.required_share * group["total"]:
-            return (
-                f"{name}: {group['right']} of {group['total']} answers right,"
-                f" {plan.required_share:.0%} wanted"
-            )
+        share = plan.required(name)
+        if group["right"] < share * group["total"]:
+            return f"{name}: {group['right']} of {group['total']} answers right, {share:.0%} wanted"
     return ""
 
 

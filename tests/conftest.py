@@ -334,3 +334,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def with_upstreams_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configure upstream's own models as an installation that can run them."""
+    from vllm.diffusion.process.platform import DiffusionCpuPlatform
+
+    accepts = staticmethod(lambda config: None)
+    monkeypatch.setattr(DiffusionCpuPlatform, "check_and_update_config", accepts)

@@ -25,11 +25,11 @@ class Answer(NamedTuple):
 
 def end_confidence(logits: Tensor, eos: int, window: int) -> float:
     """Return the certainty that the answer ends on the canvas with these logits [L, V]."""
-    probabilities, found = torch.softmax(logits, dim=-1), list[float]()
+    probabilities, confidences = torch.softmax(logits, dim=-1), list[float]()
     for position in reversed(range(len(logits))):
-        if int(logits[position].argmax()) == eos and len(found) < window:
-            found.append(float(probabilities[position, eos]))
-    return sum(found) / window
+        if int(logits[position].argmax()) == eos and len(confidences) < window:
+            confidences.append(float(probabilities[position, eos]))
+    return sum(confidences) / window
 
 
 def chosen(

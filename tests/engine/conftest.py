@@ -48,12 +48,3 @@ def fuses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 def llama(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
-
-
-@pytest.fixture
-def with_upstreams_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configure upstream's own models as an installation that can run them."""
-    from vllm.diffusion.process.platform import DiffusionCpuPlatform
-
-    accepts = staticmethod(lambda config: None)
-    monkeypatch.setattr(DiffusionCpuPlatform, "check_and_update_config", accepts)

@@ -85,3 +85,39 @@ def test_masks_complete_the_windows_of_a_prompt_that_is_read(
         tokens = [*prompt, *[MASK_ID] * (-len(prompt) % 8)]
         wanted = row(model, tokens, 4, 8)[[3, 9]].tolist()
         assert answer.report["scores"]["logprobs"][0] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ("sdar", "llada2", "llada22", "fast_dllm", "nemotron")),
+        ("llada2", {"max_num_batched_tokens": 64}),  # forwards are cut
+        ("llada2", {"max_num_seqs": 2}),
+    ],
+)
+def test_reads_of_one_prefix_share_its_pages(
+    checkpoint: Callable[[str], Path], name: str, settings: dict[str, Any]
+) -> None:
+    """Shared pages change no number, whether the requests share a step or come later."""
+    state = random_prompt(150, 3)
+    with running(checkpoint(name), enable_prefix_caching=True, **settings) as engine:
+        validator = validator_of(engine.llm.llm_engine.input_processor)
+        assert validator is not None
+        asks = []
+        for seed in range(6):
+            prompt = [*state, *random_prompt(9 + seed, seed)]
+            score = {"positions": [len(prompt)], "token_ids": [[3, 9]]}
+            asks.append((masked_behind(prompt, validator), score))
+        alone = engine.ask(*(Request(tokens, {"score": score}) for tokens, score in asks))
+        shared = [Request(tokens, {"score": {**s, "shares_prefix": True}}) for tokens, s in asks]
+        first, second = engine.outputs(*shared), engine.outputs(*shared)
+        assert [output.num_cached_tokens for output in second] == [128] * len(shared)
+        generated = engine.ask(Request(state, {"gen_length": 8, "temperature": 0}))
+        again = engine.ask(Request(state, {"gen_length": 8, "temperature": 0, "cache": "none"}))
+        assert generated[0].token_ids == again[0].token_ids
+        assert engine.is_idle()
+    wanted = [answer.report["scores"]["logprobs"] for answer in alone]
+    for outputs in (first, second):
+        for output, logprobs in zip(outputs, wanted, strict=True):
+            actual = output.kv_transfer_params["dllm"]["scores"]["logprobs"]
+            assert actual[0] == pytest.approx(logprobs[0], rel=1e-4)

@@ -68,7 +68,7 @@ def test_it_can_be_said(plain_llama: Path) -> None:
         served_model(config)
 
 
-def test_any_other_llama_stays_upstreams(plain_llama: Path) -> None:
+def test_any_other_llama_stays_upstreams(plain_llama: Path, with_upstreams_kernels: None) -> None:
     config = engine_config(plain_llama)
     assert type(config.model_config.hf_config) is LlamaConfig
     assert config.model_config.architecture == "LlamaForCausalLM"

@@ -127,6 +127,7 @@ def test_what_is_read_is_checked_though_one_of_its_length_was_decided() -> None:
         ({**score, "positions": [len(PROMPT)]}, PROMPT, "score.positions"),
         ({**score, "token_ids": [[MODEL.vocab_size]]}, PROMPT, "score.token_ids"),
         (score, [MODEL.vocab_size, *PROMPT[1:]], "prompt"),
+        ({**score, "shares_prefix": True}, PROMPT, "score.shares_prefix"),
     ):
         with pytest.raises(RequestRefused, match=f"^{field}: given"):
             front.decide_query(wrong, prompt, terms)

@@ -78,6 +78,9 @@ test("a canvas that grows keeps its earlier steps", () => {
   assert.deepEqual([...trace.view.state], [COMMITTED, COMMITTED, PROPOSED, ABSENT, ABSENT]);
   assert.deepEqual(trace.commits(), [1, 1, 1, 1]);
   assert.deepEqual(trace.frames.map((frame) => frame.length), [3, 3, 3, 5]);
+  assert.equal(trace.shown, trace.frames[1]);
+  trace.seek(-1);
+  assert.deepEqual(trace.shown, { step: 0, length: 3, committed: 0 });
 });
 
 test("a reader of an old step is not moved by a new one", () => {

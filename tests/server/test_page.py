@@ -2,6 +2,7 @@
 """The page at `/`: its files, its settings, and its behaviour in a browser."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -133,6 +134,11 @@ def test_the_length_is_left_to_the_server_where_the_canvas_can_grow() -> None:
 
     assert length(DREAM, "threshold") == {"canvas": "grow", "first": 256, "max_tokens": 32}
     assert length(DREAM, "threshold", canvas="fixed")["canvas"] == "fixed"  # the server's default
+    assert length(DREAM, "dream")["canvas"] == "grow"
+    own = dataclasses.replace(model_of(DREAM), default_max_tokens=32)
+    algorithms = page_options(own, "m", "1")["algorithms"]
+    assert algorithms["dream"]["auto_length"]["canvas"] == "fixed"  # it cannot grow
+    assert algorithms["threshold"]["auto_length"]["canvas"] == "grow"
     assert length(LLADA, "daedal") == {"first": 64, "max_tokens": 32}  # the model chooses it
     assert length(SDAR, "low_confidence_dynamic") is None
 
@@ -777,6 +783,19 @@ def test_a_question_asked_again_is_a_branch_and_nothing_is_lost(
     ask(page, "and Japan?")
     contents = [m["content"] for m in page.run("window.sent")[0]["messages"]]
     assert contents[::2] == [QUESTION, other, "and Japan?"]
+
+
+def test_a_text_that_is_not_sent_yet_is_kept(page: Browser, server: ServerProcess) -> None:
+    box = "document.getElementById('question').value"
+    ask(page, QUESTION)
+    page.type("half a question")
+    press(page, "Edit question 1")
+    assert page.run(box) == QUESTION
+    page.key("Escape")
+    assert page.run(box) == "half a question"
+    visit(page, f"{server.url}/")
+    assert page.run(box) == "half a question"
+    assert questions(page) == [QUESTION]
 
 
 def titles(page: Browser) -> list[str]:

@@ -229,7 +229,8 @@ class Validator:
             prompt: the sequence.
             terms: further values of the request.
         """
-        key = (len(prompt), score["cfg_scale"], *sorted(terms.items()))
+        shares_prefix = score.get("shares_prefix", False)
+        key = (len(prompt), score["cfg_scale"], shares_prefix, *sorted(terms.items()))
         if key not in self._cached_decisions:
             decided = self.decide({SCORE: score, **SCORED_AS, **terms}, prompt)
             if len(self._cached_decisions) >= MAX_CACHED_DECISIONS:

@@ -34,7 +34,10 @@ class ScoreTokens(DecodingRule):
             return None
         positions = np.array(self._score.positions, dtype=np.int64)
         is_causal = self.params.has_causal_context
-        return ForwardTarget(positions, (0, len(tokens)), is_causal=is_causal)
+        # With shared pages, earlier blocks may be stored before the scores are computed.
+        unit = self.params.kept_unit if self.params.cache == "exact" else len(tokens)
+        start = int(positions[0]) // unit * unit
+        return ForwardTarget(positions, (start, len(tokens)), is_causal=is_causal)
 
     def choose(self, candidates: Candidates) -> Array:
         if candidates.logprobs is None:

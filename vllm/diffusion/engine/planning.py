@@ -67,7 +67,7 @@ def make_planner(
 
 def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
     """Return the memory and rows that a request uses while it runs."""
-    if params.is_block_causal and params.score is None:
+    if params.is_block_causal and (params.score is None or params.cache == "exact"):
         return _demand_in_blocks(params, num_prompt_tokens)
     length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(

@@ -300,7 +300,7 @@ def _scored(
     model = request.model
     if spec is not None:
         raise InvalidParameterError(SCORE, score, f"wanted it without {STRUCTURED}")
-    wanted = likelihood_request(score, len(request.prompt), model.vocab_size)
+    wanted = _score_request(score, model, request.prompt)
     return dataclasses.replace(params, **_score_values(wanted, model), score=wanted)
 
 
@@ -320,6 +320,15 @@ def _logprob_token_ids(given: Any, model: ServedModel) -> tuple[int, ...]:
     return ids
 
 
+def _score_request(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
+    request = likelihood_request(score, len(prompt), model.vocab_size)
+    # Rows before the first mask may be cached, so they are not computed.
+    if request.shares_prefix and model.ids.mask not in prompt[: request.positions[0] + 1]:
+        wanted = "wanted false: a scored position is before the first mask"
+        raise InvalidParameterError(f"{SCORE}.shares_prefix", True, wanted)
+    return request
+
+
 def _score_values(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
     """Return the other parameters of a likelihood request."""
     if 0 in score.positions and model.family.has_causal_context:
@@ -335,7 +344,8 @@ def _score_values(score: ScoreRequest, model: ServedModel) -> dict[str, Any]:
             score.cfg_scale,
             f"wanted 0: a model of family {model.family.name} has no guidance",
         )
-    return {**ONLY_READ, "cfg_scale": float(score.cfg_scale)}
+    cache = "exact" if score.shares_prefix and model.family.is_block_causal else "none"
+    return {**ONLY_READ, "cfg_scale": float(score.cfg_scale), "cache": cache}
 
 
 def _guide(spec: Spec, request: Request, stop_token_ids: frozenset[int]) -> Guide:
@@ -512,7 +522,7 @@ def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreR
         InvalidParameterError: naming the prompt, or the key of `score`.
     """
     _check_prompt(prompt, model, allow_infill=True)
-    return likelihood_request(score, len(prompt), model.vocab_size)
+    return _score_request(score, model, prompt)
 
 
 def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:

@@ -17,7 +17,12 @@ SCORE = "score"  # key of SamplingParams.extra_args that holds a `ScoreRequest`
 
 # Keys of a score request that may be left out, with their types.
 _OPTIONAL: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {"num_top": (int,), "cfg_scale": (int, float), "context_length": (int,)}
+    {
+        "num_top": (int,),
+        "cfg_scale": (int, float),
+        "context_length": (int,),
+        "shares_prefix": (bool,),
+    }
 )
 
 # other parameters that such a request may have
@@ -64,6 +69,8 @@ class ScoreRequest:
         num_top: number of most likely tokens to report at every position in addition.
         cfg_scale: guidance; above 0, a second sequence with masked context is computed.
         context_length: number of positions, from 0, that are masked in the second sequence.
+        shares_prefix: whether keys and values of positions before the first mask are shared with
+            other requests, in block-causal families. All scored positions are masked then.
         group: name of a group of requests that share a step.
         group_size: number of requests in the group.
     """
@@ -73,6 +80,7 @@ class ScoreRequest:
     num_top: int = 0
     cfg_scale: float = 0.0
     context_length: int = 0
+    shares_prefix: bool = False
     group: str = ""
     group_size: int = 1
 
@@ -132,6 +140,7 @@ def likelihood_request(given: Any, prompt_length: int, vocab_size: int) -> Score
 def _options(given: Mapping[str, Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
     """Return the given optional keys, checked."""
     maxima = {"num_top": vocab_size, "cfg_scale": math.inf, "context_length": prompt_length}
+    maxima["shares_prefix"] = True
     options = {name: given[name] for name in _OPTIONAL if name in given}
     for name, value in options.items():
         kinds = _OPTIONAL[name]

@@ -95,9 +95,7 @@ class DecisionsFields(BaseModel):
         json_schema_extra={"anyOf": [{"type": "array"}, {"type": "object"}]},
     )
     instructions: Any = Field(None, description="System One's body: text ahead of the questions")
-    cache_salt: Any = Field(
-        None, description="part of the hash of cached keys and values; reads share none yet"
-    )
+    cache_salt: Any = Field(None, description="part of the hash of cached keys and values")
 
 
 DecisionsBody = create_model(

@@ -134,6 +134,7 @@ class DecisionsHandler:
             has_codes=True,
             is_joint=is_joint,
             in_parts=True,
+            shares_prefix=True,
             cache_salt=call.cache_salt,
             terms={name: values[name] for name in TERMS if name in values},
         )

@@ -55,6 +55,7 @@ class ScoreQuery(NamedTuple):
         token_ids: for each position, the tokens whose log probabilities are returned.
         num_top: number of most likely tokens that are returned as well.
         cfg_scale, context_length: guidance, see `ScoreRequest`.
+        shares_prefix: see `ScoreRequest`.
     """
 
     prompt: list[int]
@@ -63,6 +64,7 @@ class ScoreQuery(NamedTuple):
     num_top: int = 0
     cfg_scale: float = 0.0
     context_length: int = 0
+    shares_prefix: bool = False
 
     def score(self, group: str, group_size: int) -> ScoreRequest:
         """Return the query in the form of the engine's request."""
@@ -72,21 +74,23 @@ class ScoreQuery(NamedTuple):
             self.num_top,
             self.cfg_scale,
             self.context_length,
+            self.shares_prefix,
             group,
             group_size,
         )
 
     @property
-    def kind(self) -> tuple[int, bool]:
+    def kind(self) -> tuple[int, bool, bool]:
         """Key of queries with the same decision except for the scored positions and tokens."""
-        return len(self.prompt), self.cfg_scale > 0
+        return len(self.prompt), self.cfg_scale > 0, self.shares_prefix
 
 
 class ScoreResult(NamedTuple):
-    """Result of a query, and the scheduler's report about it."""
+    """Result of a query, the scheduler's report about it, and its number of cached positions."""
 
     scores: TokenScores
     report: dict[str, Any]
+    num_cached: int = 0
 
 
 class ScoreClient:
@@ -144,24 +148,23 @@ class ScoreClient:
                     f"{request_id}-{index}",
                     **options,
                 )
-                report = reports_by_choice(await final_output(outputs)).get(0, {})
-            scores = msgspec.convert(report["scores"], TokenScores)
-            return ScoreResult(
-                scores, {name: value for name, value in report.items() if name != "scores"}
-            )
+                output = await final_output(outputs)
+            report = dict(reports_by_choice(output).get(0, {}))
+            scores = msgspec.convert(report.pop("scores"), TokenScores)
+            return ScoreResult(scores, report, output.num_cached_tokens or 0)
 
         async with TaskScope() as tasks:
             return list(await asyncio.gather(*(tasks.start(one(i)) for i in range(len(queries)))))
 
     def check(
         self, queries: Sequence[ScoreQuery], terms: Mapping[str, Any]
-    ) -> dict[tuple[int, bool], DiffusionParams]:
+    ) -> dict[tuple[int, bool, bool], DiffusionParams]:
         """Decide the parameters of each kind of query.
 
         Raises:
             RequestRefused: HTTP 400, naming the field.
         """
-        decided: dict[tuple[int, bool], DiffusionParams] = {}
+        decided: dict[tuple[int, bool, bool], DiffusionParams] = {}
         for query in queries:
             if query.kind not in decided:
                 score = {name: value for name, value in query._asdict().items() if name != "prompt"}

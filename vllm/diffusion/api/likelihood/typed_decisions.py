@@ -115,7 +115,9 @@ class ReadOptions(NamedTuple):
         has_codes: whether codes replace labels that begin alike or do not suffice.
         is_joint: whether the questions share a sequence, if the family can.
         in_parts: whether questions that do not fit into one sequence are divided.
-        cache_salt: part of the hash of pages, in families that share them.
+        shares_prefix: whether sequences share the keys and values of their first positions with
+            other requests, in families and servers that can.
+        cache_salt: part of the hash of their pages.
         terms: `timeout_s` and `priority`, if given.
     """
 
@@ -124,6 +126,7 @@ class ReadOptions(NamedTuple):
     has_codes: bool = False
     is_joint: bool = True
     in_parts: bool = False
+    shares_prefix: bool = False
     cache_salt: str | None = None
     terms: Mapping[str, Any] = MappingProxyType({})
 
@@ -274,7 +277,7 @@ class BlockStrategy(NextTokenStrategy):
             num_sequences=num_sequences,
             num_forwards=sum(result.report.get("num_forwards", 1) for result in results),
             num_tokens=sum(len(query.prompt) for query in queries),
-            num_cached=sum(result.report.get("num_cached", 0) for result in results),
+            num_cached=sum(result.num_cached for result in results),
             forms=frozenset(sequence.form for each in sequences for sequence in each),
         )
 
@@ -317,7 +320,8 @@ class BlockStrategy(NextTokenStrategy):
     ) -> _Sequence:
         if self.options.in_parts and len(tokens) > self.max_length:
             raise SequenceTooLong(len(tokens), self.max_length)
-        return _Sequence(ScoreQuery(tokens, positions, ids), form)
+        shares = self.options.shares_prefix and self._validator.shares_prefixes
+        return _Sequence(ScoreQuery(tokens, positions, ids, shares_prefix=shares), form)
 
     async def _scores(
         self, queries: list[ScoreQuery], request_id: str, options: dict[str, Any]

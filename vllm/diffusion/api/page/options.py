@@ -67,6 +67,8 @@ def _auto_length(algorithm: Algorithm, model: ServedModel) -> dict[str, Any] | N
         return {"first": first, "max_tokens": longest}
     canvas = model.defaults.get("canvas")
     kind = canvas if canvas in CANVASES else "grow"
+    if algorithm.blocks != "in turn" and model.default_max_tokens:
+        kind = "fixed"  # It cannot grow, so it has the checkpoint's length.
     first = model.default_gen_length or min(
         DEFAULT_FIRST, model.default_max_tokens or DEFAULT_FIRST
     )

@@ -260,4 +260,6 @@ class Paging(AdmissionGate):
 def _shares(item: RequestState) -> bool:
     """Whether a request's pages hold what their hashes identify: whole blocks of these tokens."""
     params = item.params
-    return PAGE_SIZE % params.kept_unit == 0 and not params.allow_infill
+    # A scoring request fills no masks, and positions from its first mask on are never final.
+    fills_prompt = params.allow_infill and params.score is None
+    return PAGE_SIZE % params.kept_unit == 0 and not fills_prompt

@@ -189,8 +189,8 @@ class RequestState:
     def _accept(self, result: StepResult) -> list[int]:
         """Return the new final tokens that belong to the answer; record how the answer ends."""
         request, tokens = self.request, result.new_token_ids
-        if result.scores is not None:
-            request.status = RequestStatus.FINISHED_STOPPED
+        if self.params.score is not None:  # a forward that is cut scores nothing
+            request.status = RequestStatus.FINISHED_STOPPED if result.scores else request.status
             return []
         end = self.params.answer_end(
             tokens, request.num_output_tokens, continues=bool(result.new_lengths)

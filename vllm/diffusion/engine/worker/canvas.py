@@ -323,7 +323,7 @@ class Canvas:
             num_final = min(num_settled, num_unchanged, self._first_hole)
             self.window.computed(forward, num_final)
         start, end = self._num_final, min(num_settled - self.prompt_length, self._canvas.size)
-        if end > start or not self._canvas.size:
+        if end > start or self.rule.scores is not None:
             # The answer must not end before all masks of its prompt are filled, unless the rule has
             # ended.
             if self._rule_has_ended or self._first_hole == self.length:

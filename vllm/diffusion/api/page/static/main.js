@@ -21,6 +21,7 @@ class Page {
     this.store = store;
     this.conversation = new Conversation();
     this.edited = null; // number of the turn whose question is being edited
+    this.draft = ""; // the text that was in the question's box before
     this.asked = null; // the turn that is being answered
     this.panes = [this.newPane("A")];
     this.log = new Log(find("log"), {
@@ -162,6 +163,7 @@ class Page {
 
   edit(k) {
     if (this.isRunning) return;
+    if (this.edited === null) this.draft = find("question").value;
     this.edited = k;
     this.write(this.conversation.shown[k].question);
     find("edited").textContent = `Editing question ${k + 1}`;
@@ -170,7 +172,7 @@ class Page {
   }
 
   leaveEdit() {
-    if (this.edited !== null) this.write("");
+    if (this.edited !== null) this.write(this.draft);
     this.edited = null;
     find("editing").hidden = true;
   }
@@ -228,7 +230,7 @@ class Page {
     const isPlain = find("plain").checked;
     const open = conversation.dropUnanswered();
     this.begin(conversation, isPlain);
-    this.write(open?.question ?? "");
+    if (open) this.write(open.question);
     this.keep();
     this.focus();
   }
@@ -293,9 +295,10 @@ class Page {
   // ---- what a reload brings back, and the link that repeats a request --------------------------
 
   keep() {
-    const { id, system } = this.conversation;
+    const { id, system } = this.conversation, { link } = this;
+    const question = this.edited === null ? find("question").value : this.draft;
     const panes = this.panes.map((pane) => ({ settings: pane.controls.chosen() }));
-    keep(sessionStorage, { id, system, plain: find("plain").checked, panes, link: this.link });
+    keep(sessionStorage, { id, system, question, plain: find("plain").checked, panes, link });
   }
 
   async copyLink() {

@@ -191,8 +191,8 @@ export class Pane {
   describe() {
     const { trace } = this;
     if (!trace?.frames.length) return `${this.name}: no answer.`;
-    return `${this.name}: step ${trace.frame?.step ?? 0}, ${trace.frame?.committed ?? 0} of ` +
-      `${trace.frame?.length ?? trace.length} tokens committed.`;
+    const { step, committed, length } = trace.shown;
+    return `${this.name}: step ${step}, ${committed} of ${length} tokens committed.`;
   }
 
   // ---- counters ------------------------------------------------------------------------------
@@ -200,14 +200,14 @@ export class Pane {
   count() {
     const { trace, report, used } = this;
     const newest = trace.frames.at(-1);
-    const shown = trace.frame ?? newest;
+    const { shown } = trace;
     const seconds = report ? report.diffusion.denoise_ms / 1000
       : newest?.seconds ?? (performance.now() - this.started) / 1000;
     const of = used.steps ? `/${used.steps}` : "";
-    this.put("step", shown ? `${shown.step}${of}` : "0");
+    this.put("step", `${shown.step}${of}`);
     this.put("forwards", report?.diffusion.num_forwards ?? newest?.step ?? 0);
     this.part("guessed").hidden = !trace.hasGuesses;
-    this.put("committed", `${shown?.committed ?? 0}/${shown?.length ?? trace.length}`);
+    this.put("committed", `${shown.committed}/${shown.length}`);
     const answered = report ? report.token_ids[0].length : trace.counted().numOthers;
     this.put("rate", newest ? rounded(answered / seconds) : "–");
     this.put("seconds", `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`);
@@ -218,7 +218,7 @@ export class Pane {
     const slider = this.part("slider");
     slider.max = trace.frames.length;
     slider.value = trace.at + 1;
-    slider.setAttribute("aria-valuetext", `step ${shown?.step ?? 0}`);
+    slider.setAttribute("aria-valuetext", `step ${shown.step}`);
   }
 
   put(part, value) {

@@ -125,6 +125,12 @@ export class Trace {
     return this.frames[this.at];
   }
 
+  // Step, length and committed tokens of the canvas that is shown.
+  get shown() {
+    const length = this.frames[0]?.length ?? this.length;
+    return this.frame ?? { step: 0, length, committed: 0 };
+  }
+
   // Whether the shown step committed or changed a position.
   isFresh(i) {
     return this.at >= 0 && this.frame.fresh.has(i);
