@@ -150,7 +150,7 @@ def test_a_limit_above_the_first_canvas_lets_the_canvas_grow(client: Client) -> 
     fields = {"prompt": QUESTION, "steps": 8, "cache": "dual"}
     answer = client.generate(**fields, max_tokens=300, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 300
-    assert answer["diffusion"]["canvas_lengths"] == [256, 320]
+    assert answer["diffusion"]["canvas_lengths"] == [32, 160, 288, 320]
     fixed = client.generate(**fields, gen_length=32)
     assert "canvas_lengths" not in fixed["diffusion"]
 
@@ -161,7 +161,8 @@ def test_a_limit_costs_nothing(client: Client, route: str) -> None:
     fields = {"steps": 16, "cache": "dual"}
     asked = [client.answer(route, body_for(route, max_tokens=m, **fields)) for m in (256, 3500)]
     small, large = (answer["diffusion"] for answer in asked)
-    assert large["canvas_lengths"] == [256]
+    # The first canvas has the length of generation_config.json.
+    assert large["canvas_lengths"] == [32]
     assert large["num_forwards"] == small["num_forwards"]
 
 
