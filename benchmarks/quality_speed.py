@@ -72,8 +72,9 @@ PACE: dict[str, tuple[float, ...]] = {
     "block_add_threshold": (0.1, 0.5),
 }
 STEPS_PER_TOKEN = (1.0, 0.5, 0.25, 0.125)
-# Parameters that are left out: attention_dtype is in quantisation_quality.py
-OTHERS = ("attention_dtype",)
+# Parameters that are left out: attention_dtype is in quantisation_quality.py, and all canvases here
+# have a given length
+OTHERS = ("attention_dtype", "canvas")
 COLUMNS = ("model", "questions", "algorithm", "parameters", "cache", "accuracy")
 COLUMNS += ("forwards per answer", "tokens per forward", "steps per forward", "seconds")
 MARKS = "osD^vP"  # markers of caches in the plot

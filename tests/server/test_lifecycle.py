@@ -294,7 +294,7 @@ def test_requests_that_never_fit_are_refused_on_every_route(doomed: httpx.Client
     prompt, model = [5] * 44, MODEL_NAME
     bodies = {
         GENERATE: {"prompt": prompt, "gen_length": 256},
-        COMPLETIONS: {"prompt": prompt, "max_tokens": 256, "model": model},
+        COMPLETIONS: {"prompt": prompt, "gen_length": 256, "model": model},
     }
     for route, body in bodies.items():
         message = refusal(doomed.post(route, json=body))["message"]

@@ -279,9 +279,11 @@ def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) 
     assert text_of(page, "committed") == "32/32"
     assert text_of(page, "forwards") == "32"
     page.run(f"{part('slider')}.focus()")
-    for _ in range(4):  # from the end past the last step; a slow page has fewer steps
-        page.key("ArrowLeft")
     committed = text_of(page, "committed")
+    for _ in range(4):  # from the end past the last step; a slow page joins steps
+        if committed == "32/32":
+            page.key("ArrowLeft")
+            committed = text_of(page, "committed")
     assert committed != "32/32"
     assert committed.endswith("/32")
     page.run("document.querySelector('.scroller canvas').focus()")
