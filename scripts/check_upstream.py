@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from collections import Counter
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("vllm.diffusion", "vllm.entrypoints.api_server")  # modules of the overlay
@@ -83,9 +83,9 @@ class Source:
             return self._inside(node, rest, name.module)
         for node in _statements(tree):
             if isinstance(node, ast.ImportFrom) and "*" in _names_of(node):
-                result = self.node(Name(self._origin(node, name.module), name.path))
-                if result is not None:
-                    return result
+                definition = self.node(Name(self._origin(node, name.module), name.path))
+                if definition is not None:
+                    return definition
         inner = self.module(f"{name.module}.{first}")
         return inner if inner is not None and not rest else None
 
@@ -97,8 +97,8 @@ class Source:
             if path[0] in _names_of(member):
                 return self._inside(member, path[1:], module)
         bases = (ast.unparse(base).split("[")[0] for base in node.bases)
-        result = (self.node(Name(module, ".".join([base, *path]))) for base in bases)
-        return next((member for member in result if member is not None), None)
+        inherited = (self.node(Name(module, ".".join([base, *path]))) for base in bases)
+        return next((member for member in inherited if member is not None), None)
 
     def _origin(self, node: ast.ImportFrom, module: str) -> str:
         """Return the absolute name of the module from which `module` imports."""
@@ -109,7 +109,7 @@ class Source:
         parents = parts[: len(parts) - node.level + is_package]
         return ".".join([*parents, *([node.module] if node.module else [])])
 
-    @cache  # noqa: B019 (there are two sources)
+    @cached_property
     def places(self) -> dict[str, list[str]]:
         """Return the modules that define each top-level name, by this name."""
         places: dict[str, list[str]] = {}
@@ -172,19 +172,16 @@ def difference(name: Name, before: Source, after: Source) -> tuple[str, str] | N
         return None  # it is set at run time, or re-exported in a way that source does not show
     if new is None:
         last = name.path.split(".")[0]
-        places = after.places().get(last, [])
+        places = after.places.get(last, [])
         return ("moved", f"to {', '.join(places)}") if places else ("missing", "")
     if isinstance(old, ast.Module) or ast.dump(old) == ast.dump(new):
         return None
     old_signature, new_signature = _signature(old), _signature(new)
     if old_signature == new_signature:
         return "text", ""
-    gone, added = (sorted(a - b) for a, b in _both_ways(old_signature, new_signature))
-    return "signature", "; ".join([*(f"- {g}" for g in gone), *(f"+ {a}" for a in added)])
-
-
-def _both_ways(old: set[str], new: set[str]) -> Iterable[tuple[set[str], set[str]]]:
-    return (old, new), (new, old)
+    gone = [f"- {part}" for part in sorted(old_signature - new_signature)]
+    added = [f"+ {part}" for part in sorted(new_signature - old_signature)]
+    return "signature", "; ".join([*gone, *added])
 
 
 def _signature(node: ast.AST) -> set[str]:
@@ -217,13 +214,10 @@ def unpacked_wheel(version: str, folder: Path) -> Path:
 
 def installed() -> Path:
     """Return the folder that contains vLLM's installed package."""
-    spec = importlib.util.find_spec("vllm")
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    folders = [Path(p).parent for p in (*places, *sys.path) if Path(p).name == "site-packages"]
-    for folder in (*folders, *(Path(p) for p in sys.path)):
-        if (folder / "vllm" / "v1").is_dir() and not folder.samefile(ROOT):
-            return folder
-    raise SystemExit("error: vllm: expected an installed package to compare with, result none")
+    folder = Path(sysconfig.get_paths()["purelib"])
+    if not (folder / "vllm").is_dir():
+        raise SystemExit(f"error: vllm: expected a package in {folder}, got none")
+    return folder
 
 
 def main() -> int:
@@ -236,13 +230,15 @@ def main() -> int:
         before, after = Source(installed()), Source(unpacked_wheel(args.version, Path(folder)))
         rows = []
         for name in names:
-            result = difference(name, before, after)
-            if result is not None:
-                counts[result[0]] += 1
-                rows.append((KINDS.index(result[0]), str(name), result[1]))
-    for kind, name, note in sorted(rows):
-        if KINDS[kind] != "text" or args.all:
-            print(f"{KINDS[kind]:<10} {name}" + (f"\n           {note[:300]}" if note else ""))
+            changed = difference(name, before, after)
+            if changed is not None:
+                kind, note = changed
+                counts[kind] += 1
+                rows.append((KINDS.index(kind), str(name), note))
+    for index, changed_name, note in sorted(rows):
+        if KINDS[index] != "text" or args.all:
+            details = f"\n           {note[:300]}" if note else ""
+            print(f"{KINDS[index]:<10} {changed_name}{details}")
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     print(f"{len(names)} names: {summary}, {len(names) - counts.total()} unchanged")
     return int(any(counts[kind] for kind in KINDS[:3]))

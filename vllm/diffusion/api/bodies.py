@@ -19,6 +19,8 @@ from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsup
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from pydantic import BaseModel
+
 # Each field of a request is compared with the names of all parameters.
 MAX_IGNORED_FIELDS = 64
 # Tools of one body. The size of their schemas is limited separately, like that of any format.
@@ -68,6 +70,11 @@ def refuse_canvas(given: Any) -> None:
     if given:
         wanted = "wanted false, or POST /v1/chat/completions"
         raise InvalidParameterError("stream_canvas", given, wanted)
+
+
+def sent_fields(body: BaseModel) -> dict[str, Any]:
+    """Return the fields of a body that the client sent."""
+    return {name: getattr(body, name) for name in body.model_fields_set}
 
 
 def ignored_fields(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

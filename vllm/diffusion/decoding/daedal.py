@@ -106,8 +106,7 @@ class Daedal(DecodingRule):
             self._choose_length(candidates.positions.size, end_confidence)
             return Commit(_NOTHING, _NOTHING)
         self._tail = None
-        masked = self._masked
-        rows = masked - self.prompt_length
+        masked, rows = self._masked, self._masked - self.prompt_length
         tokens, scores = candidates.tokens[rows], candidates.scores[rows]
         is_mask = tokens == self._mask
         filled = (scores > self.params.threshold) & ~is_mask

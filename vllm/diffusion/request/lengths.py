@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.request import Request
+    from vllm.diffusion.request.served_model import ServedModel
 
 DEFAULT_CANVAS = 128
 DEFAULT_BLOCK = 32
@@ -51,6 +52,15 @@ class Lengths:
     grows: bool = False
     growth: int = 0
     longest: int = 0
+
+
+def usual_first_length(model: ServedModel) -> int:
+    """Return the first length of a canvas that grows, before it is rounded to blocks.
+
+    Without a limit the canvas has the checkpoint's length. A limit above it does not change that.
+    """
+    checkpoints = model.default_max_tokens or DEFAULT_FIRST
+    return model.default_gen_length or min(DEFAULT_FIRST, checkpoints)
 
 
 def decide_lengths(request: Request) -> Lengths:
@@ -167,9 +177,8 @@ def _first_canvas(request: Request, canvas: int) -> int | None:
     """Return the first length of a canvas that grows to `canvas`; None if the canvas is fixed."""
     model = request.model
     usual = model.default_gen_length or DEFAULT_FIRST
-    # Without a limit the canvas has the checkpoint's length. A limit above it does not change that.
-    if model.default_gen_length is None and model.default_max_tokens and _fills_in_turn(request):
-        usual = min(usual, _default_canvas(request, model.default_max_tokens))
+    if model.default_gen_length is None and _fills_in_turn(request):
+        usual = _default_canvas(request, usual_first_length(model))
     block: int = request.given.get("block_length") or model.defaults.get("block_length", 1)
     first: int = request.given.get("gen_length", -(-usual // block) * block)
     return first if _may_grow(request) and first < canvas else None

@@ -27,7 +27,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 50.0
 NUM_BINS = 15  # bins of the expected calibration error
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _SECTIONS = 80  # steps of the golden section search
-_LEAST = 1e-300  # probability whose logarithm is taken at least
+_LEAST = 1e-300  # smallest probability whose logarithm is taken
 
 # Label probabilities of a question, and the index of the right label.
 Labelled = tuple["Sequence[float]", int]

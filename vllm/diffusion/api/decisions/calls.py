@@ -298,8 +298,7 @@ def _description(path: str, value: Mapping[str, Any]) -> str | None:
 
 
 def _as_read(name: str, kind: str, text: str, options: list[Option]) -> Question:
-    kind = {"predicate": "noul"}.get(kind, kind)
-    question_type = QUESTION_TYPES[kind]
+    question_type = QUESTION_TYPES[{"predicate": "noul"}.get(kind, kind)]
     has_labels = len(options) <= len(question_type.label_set)
     labels = question_type.label_set[: len(options)] if has_labels else ()
     return Question(name, question_type, text, tuple(options), labels)
@@ -344,11 +343,6 @@ def _question_by_id(name: str, value: Any) -> BodyQuestion:
 
 def _side(name: str, description: Any) -> Option:
     return Option(name, None if description is None else str(description))
-
-
-def fields_of(body: BaseModel) -> dict[str, Any]:
-    """Return the fields of a body as sent."""
-    return {name: getattr(body, name) for name in body.model_fields_set}
 
 
 def refuse_openai_body(body: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.request.values import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -80,8 +81,7 @@ def check_text(path: str, value: Any, description: str = "a string") -> str:
 def check_one_of(path: str, value: Any, accepted: Collection[str]) -> str:
     """Return a string that is one of several."""
     if not isinstance(value, str) or value not in accepted:
-        *first, last = accepted
-        raise wanted(path, value, f"{', '.join(first)} or {last}" if first else last)
+        raise wanted(path, value, in_words(accepted))
     return value
 
 

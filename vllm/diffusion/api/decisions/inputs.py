@@ -16,6 +16,7 @@ from vllm.diffusion.api.decisions.faults import (
     check_object,
     check_one_of,
     check_text,
+    key_of,
     wanted,
 )
 
@@ -196,6 +197,4 @@ def _check_calls(path: str, items: list[dict[str, Any]]) -> None:
         if "output" in item:
             call_id, kind = item["call_id"], item["type"].removesuffix("_output")
             if (kind, call_id) not in calls:
-                name = call_id if call_id.isprintable() else ascii(call_id)
-                text = f"call_id {name[:60]} has an output and no call"
-                raise BodyFault(path, text)
+                raise BodyFault(path, f"call_id {key_of(call_id)} has an output and no call")

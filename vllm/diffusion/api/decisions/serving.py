@@ -35,7 +35,7 @@ DECIMALS = 6  # decimals of the numbers in OpenAI's answers
 
 @dataclass
 class _Result:
-    """What the reads of a question in all orders say, options in the order of the body."""
+    """The result of a question, averaged over all orders; options are in the order of the body."""
 
     item: BodyQuestion
     probabilities: list[float]

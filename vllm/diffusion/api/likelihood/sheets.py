@@ -93,7 +93,7 @@ class Answer(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """Questions on paper.
+    """The questions of a call as a user's turn, and the reply in which they are answered.
 
     Attributes:
         content: the user's turn, with the questions.
@@ -277,10 +277,10 @@ def _long_sheet(
 ) -> Sheet:
     texts, answers = [state], []
     for number, question in enumerate(questions, start=1):
-        piece = _LONG_PIECE.format(number)
-        piece = piece if number == 1 else f"\n{piece}"
+        heading = _LONG_PIECE.format(number)
+        piece = heading if number == 1 else f"\n{heading}"
         labelled, ids = labels.labelled(Place(piece), question, has_codes=has_codes)
-        texts.append(f"Question {number}:\n{labelled.type.prompt(labelled)}")
+        texts.append(f"{heading}{labelled.type.prompt(labelled)}")
         answers.append(Answer(labels.piece(piece), ids))
     return Sheet("\n\n".join(texts), answers, [], LONG)
 

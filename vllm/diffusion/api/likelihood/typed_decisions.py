@@ -152,16 +152,10 @@ class Reading(NamedTuple):
 
 
 class SequenceTooLong(Exception):
-    """A state and one question have more tokens than a sequence of the model.
-
-    Attributes:
-        num_tokens: tokens of the sequence.
-        limit: the largest number.
-    """
+    """A state and one question have more tokens than a sequence of the model."""
 
     def __init__(self, num_tokens: int, limit: int) -> None:
         super().__init__(f"given {num_tokens} tokens; wanted at most {limit}")
-        self.num_tokens, self.limit = num_tokens, limit
 
 
 class BlockStrategy(NextTokenStrategy):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from vllm.diffusion.api.bodies import check_chosen_tool, ignored_fields, refuse_canvas
+from vllm.diffusion.api.bodies import check_chosen_tool, ignored_fields, refuse_canvas, sent_fields
 from vllm.diffusion.api.conversations import joined, read_anthropic, read_texts
 from vllm.diffusion.api.openai.openai_serving import DiffusionServingChat
 from vllm.diffusion.api.report import DiffusionReport
@@ -118,7 +118,7 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
 
     def to_chat_completion_request(self, request: Any, **options: Any) -> Any:
         made = super().to_chat_completion_request(request, **options)
-        sent = {name: getattr(request, name) for name in request.model_fields_set}
+        sent = sent_fields(request)
         try:
             ignored = ignored_fields(sent, type(request).model_fields)
             refuse_canvas(sent.get("stream_canvas"))

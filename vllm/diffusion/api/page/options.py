@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.fields import BY_NAME, value_of
-from vllm.diffusion.request.lengths import DEFAULT_BLOCK, DEFAULT_FIRST
+from vllm.diffusion.request.lengths import DEFAULT_BLOCK, usual_first_length
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
@@ -69,10 +69,7 @@ def _auto_length(algorithm: Algorithm, model: ServedModel) -> dict[str, Any] | N
     kind = canvas if canvas in CANVASES else "grow"
     if algorithm.blocks != "in turn" and model.default_max_tokens:
         kind = "fixed"  # It cannot grow, so it has the checkpoint's length.
-    first = model.default_gen_length or min(
-        DEFAULT_FIRST, model.default_max_tokens or DEFAULT_FIRST
-    )
-    return {"first": first, "max_tokens": longest, "canvas": kind}
+    return {"first": usual_first_length(model), "max_tokens": longest, "canvas": kind}
 
 
 def _fields(algorithm: Algorithm) -> list[str]:

@@ -19,8 +19,9 @@ from vllm.diffusion.api.bodies import (
     check_num_answers,
     check_prompt,
     refuse_fields,
+    sent_fields,
 )
-from vllm.diffusion.api.decisions.calls import DecisionsBody, fields_of, refuse_openai_body
+from vllm.diffusion.api.decisions.calls import DecisionsBody, refuse_openai_body
 from vllm.diffusion.api.decisions.serving import DecisionsHandler, make_handler
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import shown
@@ -208,7 +209,7 @@ async def answer_questions(request: DecisionsBody, raw_request: Request) -> Resp
     set_priority(request, raw_request.headers)
     handler = _decisions_handler(raw_request)
     return JSONResponse(
-        await handler.answer(fields_of(request), raw_request.headers[gate.REQUEST_ID])
+        await handler.answer(sent_fields(request), raw_request.headers[gate.REQUEST_ID])
     )
 
 
