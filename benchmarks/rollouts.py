@@ -37,6 +37,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,11 +168,13 @@ class Trainer(WeightSource):
         self._weights: dict[str, torch.Tensor] = model.network.state_dict()
         self.gigabytes = sum(weight.nbytes for weight in self._weights.values()) / 1e9
 
+    @cached_property
     def metadata(self) -> list[ParamMeta]:
-        """Return name, dtype and shape of the weights."""
+        """Name, dtype and shape of the weights."""
         return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self._weights.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights in the order of `metadata`."""
         yield from self._weights.items()
 
     def meet(self, url: str) -> None:
@@ -180,7 +183,7 @@ class Trainer(WeightSource):
         self._client = client
         if self.backend == "disk":
             client.init_weight_transfer_engine({})
-            save_file({name: weight.contiguous() for name, weight in self}, self._file)
+            save_file({name: weight.contiguous() for name, weight in self.iter_full()}, self._file)
             return
         info: Any = IPCTrainerInitInfo(rank=0)
         if self.backend == "nccl":

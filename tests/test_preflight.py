@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.checkpoints import make_case

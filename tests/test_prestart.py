@@ -101,7 +101,7 @@ def test_a_missing_gpu_is_told_once(is_child: bool, monkeypatch: pytest.MonkeyPa
     level = logger.level
     monkeypatch.setattr(sys, "orig_argv", ["python", *["--multiprocessing-fork"] * is_child])
     try:
-        early.silence_gpu_warning()
+        early.silence_torch_warnings()
         assert logger.isEnabledFor(logging.WARNING) != is_child
     finally:
         logger.setLevel(level)

@@ -26,7 +26,7 @@ from vllm.diffusion.process import prestart as _prestart  # noqa: E402
 
 _prestart.keep_title()
 _environment.keep_bytecode(is_server=_prestart.serves(_sys.orig_argv))
-_prestart.silence_gpu_warning()
+_prestart.silence_torch_warnings()
 _preflight.check()
 _environment.allow_our_plugins()
 _environment.limit_thread_spinning()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.entrypoints.generate.structured_decisions.question_types import (
+from vllm.entrypoints.openai.decisions.question_types import (
     Question,
     build_question,
 )
-from vllm.entrypoints.generate.structured_decisions.strategies import QuestionRead
+from vllm.entrypoints.openai.decisions.strategies import QuestionRead
 
 from tests.programs import ROOT
 from tests.stub_server import Stub

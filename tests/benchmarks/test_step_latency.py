@@ -33,7 +33,7 @@ def test_a_run_times_every_case_and_writes_what_the_document_reads(
         assert row["reference_ms"] > 0
         assert row["planned_ms"] > 0
         assert 8 <= row["touched_experts"] <= 64
-    assert content["run"]["packages"]["vllm"] == "0.32.0"
+    assert content["run"]["packages"]["vllm"] == "0.33.0"
     assert (tmp_path / "step_latency.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert printed.count("llada-moe ") == 4

@@ -97,6 +97,32 @@ def test_without_upstreams_kernels_another_model_is_refused_in_one_line(llama: P
         engine_config(llama)
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["our model", "another model"])
+def test_decisions_are_ours_for_our_models_alone(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream serves `POST /v1/decisions`, too: for other models the route stays upstream's."""
+    from fastapi import FastAPI
+    from fastapi.routing import APIRoute
+    from vllm.entrypoints.openai.decisions import api_router
+    from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
+
+    from vllm.diffusion.api.server import endpoint
+
+    monkeypatch.setattr("vllm.plugins.load_endpoint_plugins", lambda _: [ours])
+    monkeypatch.setattr(endpoint, "is_installed", lambda: is_ours)
+    app, ours = FastAPI(), endpoint.DiffusionEndpoint()
+    api_router.register_decisions_api_router(app)
+    attach_endpoint_plugins(app, ("generate",))
+    (served,) = [
+        route
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.path == "/v1/decisions" and "POST" in route.methods
+    ]
+    wanted = endpoint.answer_questions if is_ours else api_router.create_decision
+    assert served.endpoint is wanted
+
+
 BITSANDBYTES = """
 import sys
 from vllm.plugins import load_general_plugins

@@ -116,7 +116,7 @@ def test_a_gpu_with_all_rooms_has_all_kernels(checkpoint: Any) -> None:
 
 
 def server_arguments(*given: str) -> Namespace:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parsed: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(list(given))
@@ -201,20 +201,20 @@ def test_the_settings_of_an_engine_are_one_short_line(
     (tmp_path / "ours").mkdir()
     text = "Initializing a V1 LLM engine (v%s) with config: %s"
     ours = engine_config(make_case(tmp_path / "ours" / "model", "mha"), dtype="float32")
-    ((_, line),) = logged(logger, logger.warning, text, "0.32.0", ours)
-    assert line.startswith("engine of vLLM 0.32.0: model ") and len(line) < 300
+    ((_, line),) = logged(logger, logger.warning, text, "0.33.0", ours)
+    assert line.startswith("engine of vLLM 0.33.0: model ") and len(line) < 300
     assert line.endswith("float32, 64 positions, 1 tensor-parallel and 1 sequence-parallel ranks")
-    ((_, line),) = logged(logger, logger.warning, text, "0.32.0", engine_config(llama))
+    ((_, line),) = logged(logger, logger.warning, text, "0.33.0", engine_config(llama))
     assert line.startswith("Initializing a V1 LLM engine")
 
 
 def test_the_first_line_says_what_is_started() -> None:
-    from vllm.entrypoints.serve.utils.api_utils import log_version_and_model
+    from vllm.entrypoints.common.startup import log_version_and_model
 
     log_filter.rename_start_lines()
     logger = logging.getLogger("vllm.entrypoints.launchers.launcher")
-    lines = logged(logger, log_version_and_model, logger, "0.32.0", "models/llada-tiny")
-    text = f"Mosaic {__version__} on vLLM 0.32.0, model models/llada-tiny"
+    lines = logged(logger, log_version_and_model, logger, "0.33.0", "models/llada-tiny")
+    text = f"Mosaic {__version__} on vLLM 0.33.0, model models/llada-tiny"
     assert lines == [(logging.INFO, text)]
 
 

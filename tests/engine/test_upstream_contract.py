@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Engine, Request, logged, record
+from tests.engine.harness import Engine, Request, finish, logged, record, start
 from tests.programs import ROOT, run_python
 from vllm.diffusion.core.errors import ServerConfigError
 
@@ -26,11 +26,28 @@ def test_the_scheduler_implements_the_whole_interface() -> None:
     assert not inspect.isabstract(DiffusionScheduler)
     assert {
         *("add_request", "finish_requests", "get_grammar_bitmask", "get_num_unfinished_requests"),
-        *("get_request_counts", "has_finished_requests", "make_stats", "pause_state", "schedule"),
+        *("get_request_counts", "has_finished_requests", "has_request", "make_stats"),
+        *("pause_state", "schedule"),
         *("reset_encoder_cache", "reset_prefix_cache", "set_pause_state", "shutdown"),
         *("update_draft_token_ids", "update_draft_token_ids_in_output", "update_from_output"),
     } <= set(SchedulerInterface.__abstractmethods__)
     assert_same_parameters(SchedulerInterface, DiffusionScheduler)
+
+
+def test_upstream_asks_whether_a_request_is_held(engine: Engine) -> None:
+    """Only requests that are waiting or running are held; upstream asks by the engine's id."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    assert "self.scheduler.has_request(" in inspect.getsource(EngineCoreProc)
+    held = engine.scheduler.has_request
+    ask = Request(random_prompt(5), {"gen_length": 8, "steps": 4, "ignore_eos": True})
+    req_id = start(engine, "a", ask)
+    assert engine.scheduler.get_request_counts() == (0, 1) and held(req_id)
+    assert not held("a request that never arrived")
+    engine.llm.llm_engine.step()
+    assert engine.scheduler.get_request_counts() == (1, 0) and held(req_id)
+    finish(engine)
+    assert not held(req_id)
 
 
 def test_the_worker_overrides_what_upstream_calls() -> None:
@@ -108,7 +125,11 @@ def test_the_openai_handlers_have_the_steps_that_are_overridden() -> None:
     chat, completion = OpenAIServingChat, OpenAIServingCompletion
     for step, leading in (
         (chat.create_chat_completion, "request raw_request"),
-        (chat.chat_completion_stream_generator, "request result_generator request_id model_name"),
+        (chat.chat_completion_stream_generator, "request result_generator"),
+        (
+            chat.chat_completion_stream_generator_raw,
+            "request result_generator request_id model_name",
+        ),
         (chat.chat_completion_full_generator, "request result_generator"),
         (completion.create_completion, "request raw_request"),
         (
@@ -307,7 +328,9 @@ def test_the_openai_handlers_take_another_class() -> None:
 def test_typed_decisions_have_what_is_overridden_and_called() -> None:
     """Upstream has a table of strategies, a client call per item, and steps of the handlers."""
     from vllm.entrypoints.generate.generative_scoring import serving as scoring
-    from vllm.entrypoints.generate.structured_decisions import serving, strategies
+    from vllm.entrypoints.generate.structured_decisions import serving
+    from vllm.entrypoints.openai.decisions import strategies
+    from vllm.entrypoints.openai.decisions.serving import BaseServingDecisions
 
     from vllm.diffusion.api.likelihood.typed_decisions import DiffusionDecisions, DiffusionScoring
 
@@ -322,7 +345,10 @@ def test_typed_decisions_have_what_is_overridden_and_called() -> None:
         handler.__class__ = ours
         wanted = ["self", "request", "raw_request"]
         assert list(inspect.signature(getattr(upstream, step)).parameters) == wanted
-    assert "self.strategy.read(" in inspect.getsource(serving.ServingStructuredDecisions)
+    steps = inspect.getsource(serving.ServingStructuredDecisions.create_decision)
+    assert "self.strategy.read_joint if joint else self.strategy.read" in steps
+    assert "self.strategy.num_requests(questions, joint=" in inspect.getsource(BaseServingDecisions)
+    assert {"canvas", "width", "position"} <= set(inspect.get_annotations(strategies.JointSlot))
     source = inspect.getsource(scoring.ServingGenerativeScoring.create_generative_scoring)
     assert "next_token_label_reads(\n                self.engine_client" in source
 
@@ -344,7 +370,7 @@ def test_an_application_has_a_stack_to_stand_before() -> None:
 
 
 def test_arguments_that_are_set_are_upstreams() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     actual = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
@@ -378,17 +404,37 @@ def test_layers_can_be_kept_as_they_were_loaded() -> None:
     assert readers, "nothing reads it any more"
 
 
-def test_streams_end_with_the_mark_that_is_looked_for() -> None:
+def test_streams_have_chunks_that_can_be_changed() -> None:
+    """Chats make chunks, which another generator writes; completions write texts."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
     from vllm.diffusion.api.streams import DONE
 
-    for stream in (
-        OpenAIServingChat.chat_completion_stream_generator,
-        OpenAIServingCompletion.completion_stream_generator,
-    ):
-        assert f"yield {json.dumps(DONE)}" in inspect.getsource(stream)
+    written = inspect.getsource(OpenAIServingChat.chat_completion_stream_generator)
+    assert "in self.chat_completion_stream_generator_raw(" in written
+    raw = inspect.getsource(OpenAIServingChat.chat_completion_stream_generator_raw)
+    assert "model_dump_json" not in raw and "DONE" not in raw
+    chunk = ChatCompletionStreamResponse(model="a", choices=[])
+    chunk.diffusion = {"none": None}  # type: ignore[attr-defined]
+    content = json.loads(chunk.model_dump_json(exclude_unset=True, exclude_none=True))
+    assert content["diffusion"] == {"none": None}
+    texts = inspect.getsource(OpenAIServingCompletion.completion_stream_generator)
+    assert f"yield {json.dumps(DONE)}" in texts
+
+
+def test_messages_are_converted_from_the_chunks_of_a_chat() -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    from vllm.diffusion.api.openai.anthropic import DiffusionServingMessages
+
+    converted = inspect.getsource(AnthropicServingMessages.chat_completion_stream_generator)
+    assert "self.message_stream_converter(" in converted
+    assert "self.chat_completion_stream_generator_raw(" in converted
+    order = [c.__name__ for c in DiffusionServingMessages.__mro__]
+    chat, messages = order.index("DiffusionServingChat"), order.index("AnthropicServingMessages")
+    assert chat < messages < order.index("OpenAIServingChat")
 
 
 def test_processes_of_an_engine_have_the_names_that_are_watched() -> None:
@@ -435,20 +481,6 @@ def test_our_classes_are_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(registry, "_run_in_subprocess", None)
     actual = ModelRegistry.models["LLaDAModelLM"].inspect_model_cls()
     assert (actual.architecture, actual.is_text_generation_model) == ("UpstreamModel", True)
-
-
-def test_online_quantisation_is_asked_for_to_be_logged() -> None:
-    """The worker returns no configuration, which avoids upstream's import."""
-    from vllm.model_executor.model_loader import base_loader
-
-    name = "_get_online_quantization_config"
-    users = {
-        key
-        for key, value in vars(base_loader).items()
-        if inspect.isfunction(value) and name in value.__code__.co_names
-    }
-    assert users == {"log_online_quantization", "log_online_quantization_time"}
-    assert name not in inspect.getsource(base_loader.BaseModelLoader)
 
 
 def test_upstream_brings_a_swagger_ui_that_knows_openapi_3_1() -> None:

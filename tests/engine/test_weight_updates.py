@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that change in place, by tensor or for the whole engine, while requests run."""
 
+import queue
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ from reference import block_loops, dispatch
 from reference.models import KeyValues, load_reference
 from safetensors.torch import save_file
 from torch import Tensor
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import nccl_engine
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import (
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
 
 from tests import golden
 from tests.checkpoint_files import weights_of
@@ -132,6 +139,87 @@ def test_a_transfer_engine_gets_one_target(
         update(engine, str(path))
     assert len(targets) == 2
     assert targets[0] is targets[1]
+
+
+class Weights(WeightSource):
+    """The weights of a trainer, by name."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self.weights.items()]
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+
+class Broadcasts:
+    """Stands in for the NCCL group of a trainer and a worker in this process.
+
+    Args:
+        sent: tensors on their way.
+        is_sender: whether this is the trainer's end.
+    """
+
+    disabled = False
+
+    def __init__(self, sent: queue.Queue[Tensor], *, is_sender: bool) -> None:
+        self._sent, self._is_sender = sent, is_sender
+
+    def broadcast(self, tensor: Tensor, src: int, stream: Any) -> None:
+        if self._is_sender:
+            self._sent.put(tensor.clone())
+        else:
+            tensor.copy_(self._sent.get(timeout=60))
+
+    def destroy(self) -> None:
+        """Leave the group."""
+
+
+class InProcess:
+    """The calls that upstream's trainer sends to a server, for an engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._llm = engine.llm
+        self.start_weight_update = engine.llm.start_weight_update
+        self.finish_weight_update = engine.llm.finish_weight_update
+        self.infos = list[dict[str, Any]]()  # infos of the updates
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": info})
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.infos.append(info)
+        self._llm.update_weights({"update_info": info})
+
+
+def test_every_update_by_nccl_loads_tensors(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer sends names and shapes once. Later updates repeat them for the same target."""
+    sent = queue.Queue[Tensor]()
+    ends = {is_sender: Broadcasts(sent, is_sender=is_sender) for is_sender in (False, True)}
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda *_: ends[False])
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda _: ends[True])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    own = weights_of(checkpoint("mha"))
+    source = Weights(weights_of(other(tmp_path / "next", "mha")))
+    where = {"master_address": "127.0.0.1", "master_port": 1}
+    info = nccl_engine.NCCLTrainerInitInfo(rank=0, world_size=2, packed=False, **where)
+    with running(checkpoint("mha"), weight_transfer_config={"backend": "nccl"}) as engine:
+        before, client = checksums(engine), InProcess(engine)
+        trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        trainer.send_weights()
+        after = checksums(engine)
+        assert all(before[name] != after[name] for name in before)
+        source.weights = own
+        trainer.send_weights()
+        assert checksums(engine) == before
+        assert [len(info["names"]) for info in client.infos] == [len(own), 0]
+        assert sent.empty()
 
 
 CHANGED = [

@@ -68,7 +68,7 @@ class TestMachine:
         """Without a GPU, kernels are only compiled for the tests, or on request."""
         (home / "requirements").mkdir()
         for name in ("cpu", "build", "test"):
-            (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
+            (home / "requirements" / f"{name}.txt").write_text("torch==2.14.0\n")
         log = home / "log"
         add_recorder(home, f'#!/bin/sh\necho "$NATIVE_CUDA_ARCHS $@" >>{log}\n')
         env = {"PATH": self.path_with(home, nvcc="#!/bin/sh\n"), "MOSAIC_DEVICE": "cpu"}
@@ -87,14 +87,14 @@ class TestMachine:
         assert compiled(NATIVE_CUDA_ARCHS="90a") == ["90a"]
         assert compiled("--all-gpus") == ["80 89 90a 100 120"]
         env["MOSAIC_DEVICE"] = "cuda"
-        (home / "requirements" / "cuda.txt").write_text("torch==2.13.0\n")
+        (home / "requirements" / "cuda.txt").write_text("torch==2.14.0\n")
         assert compiled() == [""]
 
     def test_installs_once_per_content_of_the_requirement_files(self, home: Path) -> None:
         """A recorder in place of Python logs the calls. The second run installs nothing."""
         requirements = home / "requirements"
         requirements.mkdir()
-        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\n")
+        (requirements / "cpu.txt").write_text("torch==2.14.0\nvllm==0.33.0\n")
         log = home / "pip.log"
         add_recorder(home, f'#!/bin/sh\necho "$@" >>{log}\n')
         env = {"PATH": self.path_with(home), "MOSAIC_DEVICE": "cpu", "CUDA_HOME": "/nowhere"}
@@ -105,10 +105,10 @@ class TestMachine:
             return [line for line in log.read_text().splitlines() if "install_packages" in line]
 
         first = installs()
-        assert any("torch==2.13.0" in line for line in first)
+        assert any("torch==2.14.0" in line for line in first)
         assert any("--no-deps" in line for line in first)
         assert installs() == []
-        (requirements / "cpu.txt").write_text("torch==2.13.0\nvllm==0.32.0\nx==1\n")
+        (requirements / "cpu.txt").write_text("torch==2.14.0\nvllm==0.33.0\nx==1\n")
         assert any("--no-deps" in line for line in installs())
 
 
@@ -125,7 +125,7 @@ def venv(home: Path) -> Path:
 class TestTorch:
     """Which build of torch the CPU set-up installs, from local indexes and a folder."""
 
-    VERSION = "2.13.0"
+    VERSION = "2.14.0"
 
     def add_wheel(self, folder: Path, version: str) -> None:
         folder.mkdir(parents=True)

@@ -213,7 +213,7 @@ def python_log(home: Path, kind: str, line: str) -> Path:
     """Set up a kind of machine with a shell line in place of Python, and return the line's log."""
     (home / "requirements").mkdir()
     for name in (kind, "test"):
-        (home / "requirements" / f"{name}.txt").write_text("torch==2.13.0\n")
+        (home / "requirements" / f"{name}.txt").write_text("torch==2.14.0\n")
     add_recorder(home, f"#!/bin/sh\n{line.replace('LOG', str(home / 'python.log'))}\n")
     return home / "python.log"
 

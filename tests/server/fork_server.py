@@ -163,7 +163,7 @@ def import_what_is_needed() -> dict[str, str]:
     for name in NEEDED:
         importlib.import_module(name)
     gc.enable()
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm import plugins

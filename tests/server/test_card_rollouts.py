@@ -5,6 +5,7 @@ This process is the trainer and uses upstream's side of a transfer.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ class Tensors(WeightSource):
     def __init__(self, folder: Path) -> None:
         self.weights = {n: w.cuda().bfloat16() for n, w in weights_of(folder).items()}
 
+    @cached_property
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(n, w.dtype, tuple(w.shape)) for n, w in self.weights.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.items()
 
 

@@ -107,7 +107,7 @@ def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
     """The log names the hardware, and each argument without effect once."""
     text, _, _ = server.log().partition("Application startup complete")
     assert len(text.splitlines()) <= SCREEN, text
-    assert re.match(r".*\] Mosaic \d+\.\d+\.\d+ on vLLM 0\.32\.0, model ", text.splitlines()[0])
+    assert re.match(r".*\] Mosaic \d+\.\d+\.\d+ on vLLM 0\.33\.0, model ", text.splitlines()[0])
     for line in ("flash_sample: ", "fused_ops: ", "gather_gemm: ", "vmm_allocator: "):
         assert text.count(line) == 1, text
     for line in ("activation pool: ", "attention: ", "CUDA graphs: "):

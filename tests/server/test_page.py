@@ -71,7 +71,7 @@ def test_files_need_no_key_and_are_not_sent_twice(client: Client) -> None:
 
 
 def test_versions(client: Client) -> None:
-    assert client.http.get("/version").json() == {"version": "0.32.0", "mosaic": __version__}
+    assert client.http.get("/version").json() == {"version": "0.33.0", "mosaic": __version__}
 
 
 # ---- settings ----------------------------------------------------------------------------------

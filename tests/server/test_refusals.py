@@ -119,6 +119,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"response_format": "json"},
     {"stream_interval": 2**64},
     {"use_beam_search": True},
+    {"return_weight_versions": True},
     {"prompt_logprobs": 1},
     {"allowed_token_ids": []},
     {"allowed_token_ids": [10**9]},

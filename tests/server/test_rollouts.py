@@ -158,7 +158,7 @@ def test_a_pause_keeps_requests_and_they_go_on(trained: Client) -> None:
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
-def test_a_pause_ends_what_runs_while_somebody_waits(
+def test_a_pause_ends_what_runs_and_refuses_what_arrives(
     trained: Client, mode: str, reason: str
 ) -> None:
     slow = {"prompt": PUZZLE, **SLOW}
@@ -168,14 +168,25 @@ def test_a_pause_ends_what_runs_while_somebody_waits(
         paused = threads.submit(trained.http.post, "/pause", params={"mode": mode})
         if mode == "abort":
             assert paused.result(PATIENCE_S).status_code == 200
-        wait_for(lambda: is_paused(trained))  # from now on, new requests wait
-        waiting = threads.submit(trained.generate, prompt=PUZZLE, gen_length=32)
-        assert paused.result(PATIENCE_S).status_code == 200
-        assert running.result(PATIENCE_S)["finish_reason"] == [reason]
-        with pytest.raises(TimeoutError):
-            waiting.result(0.3)
-        assert trained.http.post("/resume").status_code == 200
-        assert waiting.result(PATIENCE_S)["finish_reason"][0] != "abort"
+        wait_for(lambda: is_paused(trained))  # from now on, new requests are refused
+        try:
+            for route in ROUTES:
+                assert_refused_while_paused(trained, route)
+            assert paused.result(PATIENCE_S).status_code == 200
+            assert running.result(PATIENCE_S)["finish_reason"] == [reason]
+        finally:
+            assert trained.http.post("/resume").status_code == 200
+    assert trained.generate(prompt=PUZZLE, gen_length=32)["finish_reason"][0] != "abort"
+
+
+def assert_refused_while_paused(trained: Client, route: str) -> None:
+    """A whole answer is refused with its status, a stream with an event."""
+    body = body_for(route, gen_length=32)
+    response = trained.http.post(route, json=body, timeout=PATIENCE_S)
+    assert response.status_code == 503
+    assert "paused" in refusal(response, 503)["message"]
+    events = trained.http.post(route, json={**body, "stream": True}, timeout=PATIENCE_S)
+    assert events.status_code == 503 or '"code":503' in events.text.replace(" ", "")
 
 
 DRAWN = {"return_trajectory": True, "temperature": 1.0, "seed": 7, "n": 2}

@@ -29,9 +29,9 @@ def main() -> None:
 
         from vllm.diffusion.api.server import cli
         from vllm.diffusion.process import log_filter
+        from vllm.entrypoints.common.cli_args import validate_parsed_serve_args
+        from vllm.entrypoints.common.startup import cli_env_setup
         from vllm.entrypoints.launchers.api_server.entry import run_server
-        from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
         from vllm.logger import configure_logging_from_args
 
         gc.freeze()
@@ -71,7 +71,7 @@ def check_http(args: Namespace) -> None:
 def parse_arguments() -> Namespace:
     """Parse the command line with our defaults; the model is given by `--model` or by position."""
     from vllm.diffusion.api.server import cli
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 
     parser = make_arg_parser(
         cli.ServerParser(

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.diffusion.api.report import reports_by_choice, timeout_in
+from vllm.diffusion.api.report import reports_by_choice
 from vllm.exceptions import GenerationError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from vllm.outputs import RequestOutput
+
+Item = TypeVar("Item")
 
 
 def event(data: str) -> str:
@@ -25,19 +27,19 @@ def event(data: str) -> str:
 DONE = event("[DONE]")
 
 
-async def wait_for_first(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Wait for the first event, then return a generator of all events.
+async def wait_for_first(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """Wait for the first item of a stream, then return a generator of all items.
 
-    An error before the first event is raised here, so that it can be answered with its own status.
+    An error before the first item is raised here, so that it can be answered with its own status.
     """
-    first = await anext(events, None)
+    first = await anext(items, None)
 
-    async def remaining() -> AsyncGenerator[str, None]:
-        async with aclosing(events):
+    async def remaining() -> AsyncGenerator[Item, None]:
+        async with aclosing(items):
             if first is not None:
                 yield first
-            async for data in events:
-                yield data
+            async for item in items:
+                yield item
 
     return remaining()
 
@@ -112,13 +114,9 @@ class StreamMerger:
             if "canvas" in report:
                 self._canvases[choice] = report["canvas"]
                 self._news.set()
+        output.kv_transfer_params = None  # upstream would send it in a stream's last chunk
         self._num_ended += sum(c.finish_reason is not None for c in output.outputs)
         return any(c.token_ids or c.finish_reason is not None for c in output.outputs)
-
-    @property
-    def timeout(self) -> str | None:
-        """Error message of the first answer that timed out, or None."""
-        return next(filter(None, map(timeout_in, self.reports.values())), None)
 
     @property
     def is_finished(self) -> bool:
@@ -126,13 +124,15 @@ class StreamMerger:
         return self._num_ended >= self._num_choices
 
     async def merge(
-        self, chunks: AsyncGenerator[str, None], canvas_event: Callable[[int, dict[str, Any]], str]
-    ) -> AsyncGenerator[str, None]:
+        self,
+        chunks: AsyncGenerator[Item, None],
+        canvas_chunk: Callable[[int, dict[str, Any]], Item],
+    ) -> AsyncGenerator[Item, None]:
         """Yield `chunks`, and before each chunk the canvases that arrived in the meantime.
 
         Args:
-            chunks: a handler's events. The handler continues while canvases are sent.
-            canvas_event: function that formats the event for a choice and its packed canvas.
+            chunks: a handler's chunks. The handler continues while canvases are sent.
+            canvas_chunk: function that makes the chunk for a choice and its packed canvas.
         """
         async with aclosing(chunks):
             while True:
@@ -144,8 +144,8 @@ class StreamMerger:
                         await self._news.wait()
                         self._news.clear()
                         is_ready = next_chunk.done()
-                        for text in self._take(canvas_event):
-                            yield text
+                        for canvas in self._take():
+                            yield canvas_chunk(*canvas)
                 finally:
                     next_chunk.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -155,6 +155,6 @@ class StreamMerger:
                     return
                 yield chunk
 
-    def _take(self, canvas_event: Callable[[int, dict[str, Any]], str]) -> list[str]:
+    def _take(self) -> list[tuple[int, dict[str, Any]]]:
         taken, self._canvases = self._canvases, {}
-        return [canvas_event(choice, canvas) for choice, canvas in sorted(taken.items())]
+        return sorted(taken.items())

@@ -12,7 +12,7 @@ failure from their shared board, stop waiting, and all reset before the next ste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import distributed
@@ -89,10 +89,12 @@ class Collectives:
     def reset(self) -> None:
         """Discard calls that not all ranks have made; every rank must call this."""
         ranks = distributed.get_process_group_ranks(self._group)
-        self._group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._group = cast("distributed.ProcessGroup", group)
 
-    def _wait(self, work: distributed.Work) -> None:
+    def _wait(self, work: distributed.Work | None) -> None:
         """Wait for work; on the host, stop waiting if another rank fails."""
+        assert work is not None  # this rank belongs to the group
         if self.can_reset and self._board is not None:
             self._board.wait(work)
         else:
@@ -218,7 +220,8 @@ class CardCollectives(Collectives):
         fused_ops.gather_ranks(meeting, out, most_blocks=dispatch.RANKS_BLOCKS)
         self._turn = 1 - self._turn
 
-    def _wait(self, work: distributed.Work) -> None:
+    def _wait(self, work: distributed.Work | None) -> None:
+        assert work is not None
         work.wait()
 
 

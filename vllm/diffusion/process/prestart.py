@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NEEDED = (
     *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
     *("vllm.diffusion.engine.scheduler.scheduler", "vllm.diffusion.engine.worker.worker"),
-    "vllm.model_executor.layers.quantization.online.fp8",  # upstream's loaders import it late
+    "vllm.model_executor.layers.quantization.online.fp8",  # upstream's layers import it late
 )
 # Modules that the server needs once its engine is ready.
 _ROUTES = ("vllm.diffusion.api.server.endpoint", "vllm.entrypoints.anthropic.serving")
@@ -90,10 +90,16 @@ def keep_title() -> None:
         setproctitle.getproctitle()
 
 
-def silence_gpu_warning() -> None:
-    """In a child process, silence torch's warning about a missing GPU, which has been reported."""
+def silence_torch_warnings() -> None:
+    """Silence warnings about names that upstream uses and torch has renamed.
+
+    In a child process, also silence the warning about a missing GPU, which has been reported.
+    """
+    names = ["torch._opaque_base", "torch._library.opaque_object"]
     if "--multiprocessing-fork" in sys.orig_argv:
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        names.append("torch.utils.cpp_extension")
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def begin() -> None:

@@ -91,6 +91,12 @@ UPSTREAM_FIELDS: dict[str, UpstreamField] = {
         _refused("repetition_detection", "none: not supported", in_sampling=True),
         _refused("watermarking", "false: not supported", False, in_sampling=True),
         _refused("use_beam_search", "false: not supported", False),
+        # Upstream labels a token by when it was delivered; a canvas commits tokens earlier.
+        _refused(
+            "return_weight_versions",
+            "false: a trajectory (return_trajectory) has the weights of every step",
+            False,
+        ),
         _refused("prompt_embeds", "none: not supported"),
         # Upstream makes them keys of `SamplingParams.extra_args`, which are checked later.
         UpstreamField("kv_transfer_params", "refused"),
@@ -108,6 +114,7 @@ UPSTREAM_FIELDS: dict[str, UpstreamField] = {
         _ignored("guided_choice", replaced_by="structured_outputs.choice"),
         UpstreamField("metadata", "unlisted"),
         UpstreamField("prompt_cache_key", "unlisted"),
+        UpstreamField("prompt_cache_options", "unlisted"),
         UpstreamField("prompt_cache_retention", "unlisted"),
         UpstreamField("safety_identifier", "unlisted"),
         UpstreamField("service_tier", "unlisted"),

@@ -25,12 +25,12 @@ from vllm.diffusion.api.likelihood.typed_decisions import FORMAT, PASSES
 from vllm.diffusion.api.schema import described
 from vllm.diffusion.request.fields import BY_NAME, by_spelling, checked
 from vllm.diffusion.request.values import Field as Parameter
-from vllm.entrypoints.generate.structured_decisions.question_types import (
+from vllm.entrypoints.openai.decisions.question_types import (
     QUESTION_TYPES,
     Option,
     Question,
 )
-from vllm.entrypoints.generate.structured_decisions.strategies import state_text
+from vllm.entrypoints.openai.decisions.strategies import state_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.api.decisions.calls import BodyQuestion
-    from vllm.entrypoints.generate.structured_decisions.question_types import Question
+    from vllm.entrypoints.openai.decisions.question_types import Question
 
 Order = tuple[int, ...]  # indices of options, in the order in which they are shown
 

@@ -19,7 +19,7 @@ from vllm.diffusion.api.likelihood.typed_decisions import ReadOptions, SequenceT
 from vllm.diffusion.api.protocol import check_model
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.entrypoints.generate.structured_decisions.question_types import StructuredDecisionError
+from vllm.entrypoints.openai.decisions.question_types import StructuredDecisionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.decisions.calls import BodyQuestion
     from vllm.diffusion.api.likelihood.typed_decisions import BlockStrategy, Reading
     from vllm.diffusion.config import Settings
-    from vllm.entrypoints.generate.structured_decisions.strategies import QuestionRead
+    from vllm.entrypoints.openai.decisions.strategies import QuestionRead
 
 DECIMALS = 6  # decimals of the numbers in OpenAI's answers
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.entrypoints.generate.structured_decisions.question_types import (
+from vllm.entrypoints.openai.decisions.question_types import (
     QUESTION_TYPES,
     StructuredDecisionError,
 )
@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm.entrypoints.generate.structured_decisions.question_types import Option, Question
+    from vllm.entrypoints.openai.decisions.question_types import Option, Question
 
 logger = init_logger(__name__)
 

@@ -15,7 +15,7 @@ from copy import copy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import create_model
+from pydantic import ConfigDict, create_model
 
 from vllm.diffusion.api.choices import RequestTimedOut
 from vllm.diffusion.api.handlers import rebuild_as
@@ -41,15 +41,16 @@ from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.values import Field as Parameter
 from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
 from vllm.entrypoints.generate.structured_decisions.protocol import StructuredDecisionRequest
-from vllm.entrypoints.generate.structured_decisions.question_types import (
+from vllm.entrypoints.generate.structured_decisions.serving import ServingStructuredDecisions
+from vllm.entrypoints.openai.decisions.question_types import (
     LABELS,
     StructuredDecisionError,
     label_softmax,
 )
-from vllm.entrypoints.generate.structured_decisions.serving import ServingStructuredDecisions
-from vllm.entrypoints.generate.structured_decisions.strategies import (
+from vllm.entrypoints.openai.decisions.strategies import (
     READ_STRATEGIES,
     DecisionLimits,
+    JointSlot,
     NextTokenStrategy,
     QuestionRead,
     ReadContext,
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.api.likelihood.prompt_scores import ScoreResult
     from vllm.diffusion.api.validator import Validator
     from vllm.engine.protocol import EngineClient
-    from vllm.entrypoints.generate.structured_decisions.question_types import Question
+    from vllm.entrypoints.openai.decisions.question_types import Question
     from vllm.sampling_params import SamplingParams
 
 MAX_QUESTIONS = 64
@@ -98,9 +99,14 @@ PARAMETERS: tuple[Parameter, ...] = (
     BY_NAME["timeout_s"],
 )
 
+
+class _Open(StructuredDecisionRequest):
+    model_config = ConfigDict(extra="allow")  # unknown fields are refused with our own words
+
+
 DecisionRequest = create_model(
     "DecisionRequest",
-    __base__=StructuredDecisionRequest,
+    __base__=_Open,
     __doc__="Body of POST /v1/systemone.",
     **described(PARAMETERS),
 )
@@ -326,7 +332,7 @@ class BlockStrategy(NextTokenStrategy):
             queries, request_id, self.options.terms, **group, cache_salt=salt, **options
         )
         question_reads = []
-        for query, result in zip(queries, results, strict=True):
+        for canvas, (query, result) in enumerate(zip(queries, results, strict=True)):
             for number, labels in enumerate(query.token_ids):
                 logprobs = result.scores.logprobs[number]
                 question_reads.append(
@@ -338,6 +344,7 @@ class BlockStrategy(NextTokenStrategy):
                         # one counts it.
                         input_tokens=0 if number else len(query.prompt),
                         output_tokens=0,
+                        slot=JointSlot(canvas, len(query.prompt), query.positions[number]),
                     )
                 )
         return question_reads, results
@@ -352,8 +359,10 @@ class MaskStrategy(BlockStrategy):
     """Strategy of families with full attention: one sequence for all questions of a call."""
 
     max_passes = 2
+    joint_reads = True
+    read_joint = BlockStrategy.read
 
-    def num_requests(self, questions: list[Question]) -> int:
+    def num_requests(self, questions: list[Question], joint: bool = False) -> int:
         return 1
 
     async def _sequences(

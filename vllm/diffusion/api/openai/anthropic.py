@@ -26,13 +26,13 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessagesResponse,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 _UPSTREAMS = SPELLINGS.keys() & AnthropicMessagesRequest.model_fields.keys()
-_FAILED = 'data: {"error"'  # first chunk of a chat stream's error
 # types of events that differ from upstream's
 _REPORTED = ("message_start", "message_delta", "error")
 _STATUS_TYPES = {
@@ -143,23 +143,21 @@ class DiffusionServingMessages(DiffusionServingChat, AnthropicServingMessages):
         return MessagesAnswer(**values, diffusion=DiffusionReport(**generator.diffusion))
 
     async def message_stream_converter(
-        self, generator: AsyncGenerator[str, None]
+        self, generator: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[str, None]:
         report: dict[str, Any] = {}
         status = HTTPStatus.INTERNAL_SERVER_ERROR
 
-        async def tapped() -> AsyncGenerator[str, None]:
+        async def tapped() -> AsyncGenerator[Any, None]:
             nonlocal status
             async with aclosing(generator):
-                async for text in generator:
-                    # Upstream's converter cannot parse an error.
-                    if text.startswith(_FAILED):
-                        error = json.loads(text.removeprefix("data: "))["error"]
-                        status = HTTPStatus(error["code"])
-                        raise GracefulHTTPError(error["message"], status)
-                    if '"diffusion": ' in text:
-                        report.update(json.loads(text.removeprefix("data: ")).get("diffusion", {}))
-                    yield text
+                async for chunk in generator:
+                    if isinstance(chunk, ErrorResponse):
+                        status = HTTPStatus(chunk.error.code)
+                        # For this error the log has no stack trace.
+                        raise GracefulHTTPError(chunk.error.message, status)
+                    report.update(getattr(chunk, "diffusion", {}))
+                    yield chunk
 
         async with aclosing(super().message_stream_converter(tapped())) as events:
             async for text in events:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import aclosing
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.diffusion.api.choices import ChoicesClient, RequestTimedOut
@@ -31,6 +32,7 @@ from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.guides import SPEC, unpacked
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 Handler = TypeVar("Handler", bound="Diffusion")
+Chunk = TypeVar("Chunk")  # of a stream: upstream's object, or its text
+Item = TypeVar("Item")
 
 
 def replace_handler(upstreams: Any, kind: type[Handler], validator: Validator) -> Handler:
@@ -99,6 +103,35 @@ class Diffusion:
         given = getattr(request, "chat_template", None)
         return str(given or getattr(self, "chat_template", None) or tokenizer_template or "")
 
+    async def wait_for_output(
+        self,
+        request: Any,
+        outputs: AsyncGenerator[Item, None],
+        output_of: Callable[[Any], RequestOutput] = lambda item: item,
+    ) -> AsyncGenerator[Item, None]:
+        """Return the outputs of a request. If it has a timeout, wait for the first one.
+
+        Args:
+            output_of: function that returns the engine's output of an item of `outputs`.
+
+        Raises:
+            RequestTimedOut: HTTP 504; the first output reports the timeout.
+        """
+        if not self.validator.times(request.vllm_xargs):
+            return outputs
+
+        async def checked() -> AsyncGenerator[Item, None]:
+            is_first = True
+            async with aclosing(outputs):
+                async for item in outputs:
+                    reports = reports_by_choice(output_of(item)).values() if is_first else ()
+                    for late in filter(None, map(timeout_in, reports)):
+                        raise RequestTimedOut(late)
+                    is_first = False
+                    yield item
+
+        return await wait_for_first(checked())
+
     async def wait_until_begun(self, request: Any, answer: Any) -> Any:
         """Return the answer. A stream with a timeout is returned only after its first event.
 
@@ -123,26 +156,41 @@ class DiffusionServingChat(Diffusion, OpenAIServingChat):
         self,
         request: Any,
         result_generator: AsyncGenerator[RequestOutput, None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[str, None]:
+        # Upstream's generators turn every error into an event, also before the first event.
+        outputs = await self.wait_for_output(request, result_generator)
+        events = super().chat_completion_stream_generator(request, outputs, *args, **kwargs)
+        async with aclosing(events):
+            async for text in events:
+                yield text
+
+    async def chat_completion_stream_generator_raw(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[RequestOutput, None],
         request_id: str,
         model_name: str,
         *args: Any,
         **kwargs: Any,
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[Any, None]:
         merger = StreamMerger(request.n or 1)
         outputs = _tap(result_generator, merger)
-        calls_tools = _calls_tools(request)
-        chunks = super().chat_completion_stream_generator(
+        chunks = super().chat_completion_stream_generator_raw(
             request, outputs, request_id, model_name, *args, **kwargs
         )
-        if calls_tools:
+        if _calls_tools(request):
             chunks = with_calls(chunks)
         if request.vllm_xargs.get("stream_canvas"):
             head = _head(request_id, "chat.completion.chunk", model_name)
             choice: dict[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None}
-            write = _canvas_writer(self.token_texts, head, choice)
+            write = _canvas_writer(
+                self.token_texts, head, choice, ChatCompletionStreamResponse.model_validate
+            )
             chunks = _after_the_first(chunks, lambda tail: merger.merge(tail, write))
-        async for text in _with_report(chunks, merger):
-            yield text
+        async for chunk in _with_report(chunks, merger, put_report):
+            yield chunk
 
     async def chat_completion_full_generator(
         self,
@@ -194,16 +242,17 @@ class DiffusionServingCompletion(Diffusion, OpenAIServingCompletion):
     ) -> AsyncGenerator[str, None]:
         num_choices = request.n or 1
         merger = StreamMerger(num_choices * len(engine_inputs))
-        outputs = _tap_by_prompt(result_generator, merger, num_choices)
+        begun = await self.wait_for_output(request, result_generator, itemgetter(1))
+        outputs = _tap_by_prompt(begun, merger, num_choices)
         chunks = super().completion_stream_generator(
             request, engine_inputs, outputs, request_id, created_time, model_name, *args, **kwargs
         )
         if request.vllm_xargs.get("stream_canvas"):
             head = _head(request_id, "text_completion", model_name)
             choice = {"text": "", "logprobs": None, "finish_reason": None}
-            write = _canvas_writer(self.token_texts, head, choice)
+            write = _canvas_writer(self.token_texts, head, choice, _text_event)
             chunks = merger.merge(chunks, write)
-        async for text in _with_report(chunks, merger):
+        async for text in _with_report(chunks, merger, _with_report_in_text):
             yield text
 
     def request_output_to_completion_response(
@@ -270,52 +319,54 @@ async def _tap_by_prompt(
 
 
 async def _after_the_first(
-    chunks: AsyncGenerator[str, None],
-    follow: Callable[[AsyncGenerator[str, None]], AsyncGenerator[str, None]],
-) -> AsyncGenerator[str, None]:
+    chunks: AsyncGenerator[Chunk, None],
+    follow: Callable[[AsyncGenerator[Chunk, None]], AsyncGenerator[Chunk, None]],
+) -> AsyncGenerator[Chunk, None]:
     async with aclosing(chunks):
         yield await anext(chunks)
         async with aclosing(follow(chunks)) as remaining:
-            async for text in remaining:
-                yield text
+            async for chunk in remaining:
+                yield chunk
 
 
 async def _with_report(
-    chunks: AsyncGenerator[str, None], merger: StreamMerger
-) -> AsyncGenerator[str, None]:
-    """Yield the chunks, with the report in the last one before [DONE].
+    chunks: AsyncGenerator[Chunk, None],
+    merger: StreamMerger,
+    put: Callable[[Chunk, dict[int, dict[str, Any]]], Chunk],
+) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks, with the report in the last one.
 
-    A chunk is identified as the last one only when [DONE] follows. So once all answers have ended,
-    each chunk is held back until the next one arrives. Earlier chunks are not delayed.
+    The last chunk of a stream of texts is the one before [DONE]. A chunk is identified as the last
+    one only when [DONE] or the end follows. So once all answers have ended, each chunk is held back
+    until the next one arrives. Earlier chunks are not delayed.
+
+    Args:
+        put: function that returns a chunk with the reports of the choices, by number of the choice.
     """
-    held: str | None = None
-    is_begun = False
+    held: Chunk | None = None
     async with aclosing(chunks):
-        async for text in chunks:
-            if not is_begun and merger.timeout is not None:
-                raise RequestTimedOut(merger.timeout)
-            is_begun = True
+        async for chunk in chunks:
+            is_end = chunk == DONE
             if held is not None:
-                yield _reporting(held, merger.reports) if text == DONE else held
-            held = text if merger.is_finished and text != DONE else None
+                yield put(held, merger.reports) if is_end else held
+            held = chunk if merger.is_finished and not is_end else None
             if held is None:
-                yield text
+                yield chunk
+    if held is not None:
+        yield put(held, merger.reports)
 
 
-def _reporting(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
+def _with_report_in_text(chunk: str, reports: dict[int, dict[str, Any]]) -> str:
     content = json.loads(chunk.removeprefix("data: "))
-    # No chunk reports the end of an answer without tokens.
-    if any(map(timeout_in, reports.values())):
-        for choice in content["choices"]:
-            choice["finish_reason"] = choice["finish_reason"] or "abort"
     content["diffusion"] = {**content.get("diffusion", {}), **_content(reports)}
-    return event(json.dumps(content))
+    return _text_event(content)
 
 
-def put_report(response: Any, reports: dict[int, dict[str, Any]]) -> None:
-    """Put the reports of the choices, by number of the choice, into an answer."""
-    response.diffusion = _content(reports)
+def put_report(response: Any, reports: dict[int, dict[str, Any]]) -> Any:
+    """Put the reports of the choices, by number of the choice, into an answer or a chunk."""
+    response.diffusion = {**getattr(response, "diffusion", {}), **_content(reports)}
     response.kv_transfer_params = None  # upstream's field that carried the report
+    return response
 
 
 def _content(reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -326,14 +377,26 @@ def _head(request_id: str, kind: str, model_name: str) -> dict[str, Any]:
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model_name}
 
 
-def _canvas_writer(
-    texts: TokenTexts, head: dict[str, Any], choice: dict[str, Any]
-) -> Callable[[int, dict[str, Any]], str]:
-    """Return a function that formats a chunk with a canvas and without new text."""
+def _text_event(content: dict[str, Any]) -> str:
+    return event(json.dumps(content))
 
-    def write(index: int, packed: dict[str, Any]) -> str:
+
+def _canvas_writer(
+    texts: TokenTexts,
+    head: dict[str, Any],
+    choice: dict[str, Any],
+    form: Callable[[dict[str, Any]], Chunk],
+) -> Callable[[int, dict[str, Any]], Chunk]:
+    """Return a function that makes a chunk with a canvas and without new text.
+
+    Args:
+        form: function that converts the content of a chunk to the form of the other chunks.
+    """
+
+    def write(index: int, packed: dict[str, Any]) -> Chunk:
         canvas = CanvasState.of(packed, texts).model_dump(exclude_none=True)
-        chunk = {**head, "choices": [{"index": index, **choice}], "diffusion": {"canvas": canvas}}
-        return event(json.dumps(chunk))
+        return form(
+            {**head, "choices": [{"index": index, **choice}], "diffusion": {"canvas": canvas}}
+        )
 
     return write

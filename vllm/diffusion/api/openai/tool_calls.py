@@ -12,16 +12,20 @@ With `tool_choice: auto` an answer is either a call or a text that does not begi
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from vllm.diffusion.api.streams import DONE, event
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.tool_grammar import CALL_END, CALL_START, Tools
-from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall, ToolCall
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    FunctionCall,
+    ToolCall,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -88,18 +92,17 @@ def put_calls(response: Any) -> None:
             choice.finish_reason = "tool_calls"
 
 
-async def with_calls(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Yield a stream's events with calls converted to deltas of tool calls."""
+async def with_calls(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the chunks of a stream with calls converted to deltas of tool calls."""
     writers: dict[int, _CallWriter] = {}
     async with aclosing(chunks):
-        async for text in chunks:
-            if text == DONE:
-                yield text
-                continue
-            content = json.loads(text.removeprefix("data: "))
-            for choice in content.get("choices", []):
-                writers.setdefault(choice["index"], _CallWriter()).rewrite(choice)
-            yield event(json.dumps(content))
+        async for chunk in chunks:
+            for choice in getattr(chunk, "choices", ()):  # an error has no choices
+                writer = writers.setdefault(choice.index, _CallWriter())
+                writer.rewrite(choice.delta)
+                if writer.is_call and choice.finish_reason == "stop":
+                    choice.finish_reason = "tool_calls"
+            yield chunk
 
 
 class _CallWriter:
@@ -109,38 +112,39 @@ class _CallWriter:
         self._text = ""
         self._num_sent = -1  # characters of the arguments; -1 before the name is sent
 
-    def rewrite(self, choice: dict[str, Any]) -> None:
+    @property
+    def is_call(self) -> bool:
+        """Whether the answer is a call."""
+        return self._text.startswith("<")
+
+    def rewrite(self, delta: DeltaMessage) -> None:
         """Replace the text of a call by its delta."""
-        delta = choice["delta"]
-        self._text += delta.get("content") or ""
-        if not self._text.startswith("<"):
+        self._text += delta.content or ""
+        if not self.is_call:
             return
-        if delta.get("content"):
-            delta["content"] = None
+        if delta.content:
+            delta.content = None
         head = _HEAD.match(self._text)
         if head is not None:
             calls = self._deltas(head)
             if calls:
-                delta["tool_calls"] = calls
-        if choice.get("finish_reason") == "stop":
-            choice["finish_reason"] = "tool_calls"
+                delta.tool_calls = calls
 
-    def _deltas(self, head: re.Match[str]) -> list[dict[str, Any]]:
-        call: dict[str, Any] = {}
+    def _deltas(self, head: re.Match[str]) -> list[DeltaToolCall]:
         arguments = self._text[head.end() :]
         known = arguments.rstrip()
         known = known.removesuffix(CALL_END) if known.endswith(CALL_END) else arguments
         # The text may end with a part of the end tag.
         if known is arguments:
             known = arguments[: max(len(arguments) - len(CALL_END) - 1, 0)]
-        if self._num_sent < 0:
-            call = {"id": _new_id(), "type": "function", "function": {"name": head[1]}}
-            self._num_sent = 0
-        new, self._num_sent = known[self._num_sent :], max(len(known), self._num_sent)
-        if not new and not call:
+        is_first, start = self._num_sent < 0, max(self._num_sent, 0)
+        self._num_sent = max(len(known), start)
+        if is_first:
+            function = DeltaFunctionCall(name=head[1], arguments=known)
+            return [DeltaToolCall(id=_new_id(), type="function", index=0, function=function)]
+        if len(known) <= start:
             return []
-        function = {**call.get("function", {}), "arguments": new}
-        return [{**call, "index": 0, "function": function}]
+        return [DeltaToolCall(index=0, function=DeltaFunctionCall(arguments=known[start:]))]
 
 
 class CallParser:
@@ -170,11 +174,11 @@ class CallParser:
             return None, text, None
         return None, None, [FunctionCall(id=_new_id(), name=match[1], arguments=match[2])]
 
-    def parse_delta(self, *, delta_text: str, finished: bool, **_: Any) -> DeltaMessage:
+    def parse_delta(self, *, delta_text: str, **_: Any) -> DeltaMessage:
         """Return the new part of a growing answer: text, or a part of a call."""
-        delta: dict[str, Any] = {"content": delta_text}
-        self._writer.rewrite({"delta": delta, "finish_reason": "stop" if finished else None})
-        return DeltaMessage(**delta)
+        delta = DeltaMessage(content=delta_text)
+        self._writer.rewrite(delta)
+        return delta
 
 
 def _new_id() -> str:

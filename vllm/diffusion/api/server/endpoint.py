@@ -236,7 +236,7 @@ def _decisions_handler(raw_request: Request) -> DecisionsHandler:
     responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
     openapi_extra=shown("/v1/systemone"),
 )
-async def decisions(request: DecisionRequest, raw_request: Request) -> Any:
+async def decisions(request: DecisionRequest, raw_request: Request) -> Any:  # type: ignore[valid-type]
     """Answer typed questions, with one forward pass for all questions of a call."""
     return await create_structured_decision(request, raw_request)
 

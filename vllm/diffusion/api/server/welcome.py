@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from vllm.diffusion.process import prestart
-from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+from vllm.entrypoints.common.startup import get_non_default_args
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:

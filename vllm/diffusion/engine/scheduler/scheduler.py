@@ -124,6 +124,9 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             self._next_deadline = min(self._next_deadline, item.deadline)
             self._waiting.append(item)
 
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._running or bool(self._waiting.named(request_id))
+
     def _refuse(self, request: Request, message: str, reason: str) -> None:
         """End a request with an error, which its client receives with the next step's results."""
         logger.warning("request %s refused: %s", request.request_id, message)

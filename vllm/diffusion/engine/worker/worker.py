@@ -34,7 +34,6 @@ from vllm.distributed import (
     set_custom_all_reduce,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import base_loader
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -56,8 +55,6 @@ class DiffusionWorker(WeightWorker):
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not run the plugin
         log_filter.drop_irrelevant_lines()
-        # Upstream would import its own quantisation, which takes two seconds, only to log nothing.
-        base_loader._get_online_quantization_config = lambda config: None
         if self.device_config.device_type == "cuda":
             index = self.current_platform.logical_device_id_to_visible_device_id(self.local_rank)
             self.device = torch.device("cuda", index)
