@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.exceptions import GenerationError, VLLMValidationError
 
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Engine, Request, finish, logged, record, start
 from tests.programs import ROOT, run_python
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.scheduler.scheduler import FAILED, INVALID
 
 
 def test_the_scheduler_implements_the_whole_interface() -> None:
@@ -244,6 +246,37 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
     )
     assert CachedRequestData.make_empty() is not None
     assert SamplingParams().max_tokens == 16  # a default, not a limit that the caller set
+
+
+CODES = [(INVALID, VLLMValidationError), (FAILED, GenerationError)]
+
+
+@pytest.mark.parametrize(("code", "error"), CODES)
+def test_an_error_of_the_engine_is_raised_for_the_client(
+    code: str, error: type[Exception], engine: Engine
+) -> None:
+    """Upstream's server raises `EngineCoreOutput.error`, for HTTP 400 or 500."""
+    from vllm.outputs import RequestError
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.request import Request as UpstreamRequest
+    from vllm.v1.request import RequestStatus
+
+    from vllm import SamplingParams
+    from vllm.diffusion.engine.scheduler import outputs
+
+    inputs = engine.llm.llm_engine.input_processor
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    sent = inputs.process_inputs("r", prompt, SamplingParams(), supported_tasks=("generate",))
+    inputs.assign_request_id(sent)
+    processor = OutputProcessor(engine.llm.get_tokenizer(), log_stats=False)
+    collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, sent.request_id)
+    processor.add_request(sent, None, None, 0, collector)
+    request = UpstreamRequest.from_engine_core_request(sent, None)
+    request.status = RequestStatus.FINISHED_ERROR
+    processor.process_outputs([outputs.refusal(request, RequestError(code, "too large"))])
+    with pytest.raises(error, match="too large"):
+        collector.get_nowait()
 
 
 def test_step_logs_name_time_requests_and_rows(engine: Engine) -> None:

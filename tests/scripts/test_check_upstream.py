@@ -25,7 +25,7 @@ def wheel(tmp_path: Path) -> Path:
     texts["vllm/v1/requests/one.py"] = texts.pop(MOVED)
     texts[INTERFACE] = texts[INTERFACE].replace(
         "    def get_num_unfinished_requests(",
-        "    def has_request(self, request_id: str): ...\n\n    def get_num_unfinished_requests(",
+        "    def has_turn(self, request_id: str): ...\n\n    def get_num_unfinished_requests(",
     )
     path = tmp_path / "vllm-9.9.9-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -39,7 +39,7 @@ def test_changes_are_told_apart(wheel: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 1, done.stderr
     changed = lines.index("signature  vllm.v1.core.sched.interface.SchedulerInterface")
-    assert lines[changed + 1].strip() == "+ has_request(self, request_id: str)"
+    assert lines[changed + 1].strip() == "+ has_turn(self, request_id: str)"
     moved = lines.index("moved      vllm.v1.request.Request")
     assert lines[moved + 1].strip() == "to vllm.v1.requests.one"
     assert not any("kv_cache_interface.FullAttentionSpec" in line for line in lines)

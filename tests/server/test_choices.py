@@ -46,8 +46,7 @@ class Engine:
         self.requests.append((request_id, sampling))
         try:
             if self._fails:
-                yield output("", "error", {"error": "out of memory"})
-                return
+                raise GenerationError("out of memory")
             yield output("...", None, None)
             await asyncio.sleep(0)
             yield output(str(sampling.seed), "stop", {**REPORT, **TIMES, "seed": sampling.seed})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.api.prometheus import count_abort
 from vllm.diffusion.api.report import add_stop_string, reports_by_choice, timeout_in
 from vllm.diffusion.request.decision import DECISION, attach, is_decided
-from vllm.exceptions import GenerationError, GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.async_utils import merge_async_iterators
 
@@ -62,6 +62,7 @@ class ChoicesClient:
         Raises:
             RequestRefused: HTTP 400, naming the field.
             GenerationError: raised by the generator if the engine failed.
+            VLLMValidationError: raised by the generator if the engine refused the request.
         """
         if is_decided(sampling):
             decided = sampling.extra_args[DECISION]
@@ -93,6 +94,7 @@ async def stream_outputs(
 
     Raises:
         GenerationError: the engine failed.
+        VLLMValidationError: the engine refused the request, for example because it is too large.
         RequestTimedOut: the answer is not streamed and was not complete in time.
     """
     is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
@@ -107,8 +109,6 @@ async def stream_outputs(
                 report = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
                 add_stop_string(report, completion, length)
-                if reason == "error":
-                    raise GenerationError(report.get("error", "the engine failed"))
                 late = timeout_in(report)
                 if is_whole and late is not None:
                     raise RequestTimedOut(late)

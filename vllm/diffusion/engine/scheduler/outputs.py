@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult
     from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.outputs import RequestError
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
@@ -49,9 +50,12 @@ def progress(
     return [output, end]
 
 
-def refusal(request: Request, message: str) -> EngineCoreOutput:
-    """Create the output with the error that ends a request; the request's status must be set."""
-    return _last(request, {"error": message})
+def refusal(request: Request, error: RequestError) -> EngineCoreOutput:
+    """Create the output with the error that ends a request; the request's status must be set.
+
+    Upstream's server raises the error. Its `LLM` drops it, so the message is also in our fields.
+    """
+    return _last(request, {"error": error.message}, error)
 
 
 def timeout(item: RequestState, message: str) -> EngineCoreOutput:
@@ -65,12 +69,15 @@ def end(item: RequestState) -> EngineCoreOutput:
     return _last(item.request, _report(item))
 
 
-def _last(request: Request, fields: dict[str, Any]) -> EngineCoreOutput:
+def _last(
+    request: Request, fields: dict[str, Any], error: RequestError | None = None
+) -> EngineCoreOutput:
     """Create the last output of a request, which has fields of our own but no token."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
         kv_transfer_params={"dllm": fields},
+        error=error,
         **_common(request),
     )
 
