@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 Handler = TypeVar("Handler", bound="Diffusion")
-Chunk = TypeVar("Chunk")  # of a stream: upstream's object, or its text
+Chunk = TypeVar("Chunk")  # chunk of a stream: upstream's object, or its text
 Item = TypeVar("Item")
 
 
