@@ -16,7 +16,7 @@ from tests.checkpoints import random_prompt
 from tests.engine.harness import Engine, Request, finish, logged, record, start
 from tests.programs import ROOT, run_python
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.scheduler.scheduler import FAILED, INVALID
+from vllm.diffusion.engine.scheduler.outputs import refusal
 
 
 def test_the_scheduler_implements_the_whole_interface() -> None:
@@ -248,22 +248,19 @@ def test_requests_and_outputs_have_the_fields_that_are_used() -> None:
     assert SamplingParams().max_tokens == 16  # a default, not a limit that the caller set
 
 
-CODES = [(INVALID, VLLMValidationError), (FAILED, GenerationError)]
-
-
-@pytest.mark.parametrize(("code", "error"), CODES)
+@pytest.mark.parametrize(
+    ("failed", "error"), [(False, VLLMValidationError), (True, GenerationError)]
+)
 def test_an_error_of_the_engine_is_raised_for_the_client(
-    code: str, error: type[Exception], engine: Engine
+    failed: bool, error: type[Exception], engine: Engine
 ) -> None:
     """Upstream's server raises `EngineCoreOutput.error`, for HTTP 400 or 500."""
-    from vllm.outputs import RequestError
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
     from vllm.v1.request import Request as UpstreamRequest
     from vllm.v1.request import RequestStatus
 
     from vllm import SamplingParams
-    from vllm.diffusion.engine.scheduler import outputs
 
     inputs = engine.llm.llm_engine.input_processor
     prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
@@ -274,7 +271,7 @@ def test_an_error_of_the_engine_is_raised_for_the_client(
     processor.add_request(sent, None, None, 0, collector)
     request = UpstreamRequest.from_engine_core_request(sent, None)
     request.status = RequestStatus.FINISHED_ERROR
-    processor.process_outputs([outputs.refusal(request, RequestError(code, "too large"))])
+    processor.process_outputs([refusal(request, "too large", failed)])
     with pytest.raises(error, match="too large"):
         collector.get_nowait()
 

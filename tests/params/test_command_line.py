@@ -284,7 +284,7 @@ def test_the_version_is_ours_and_upstreams(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as done:
         settings("--version")
     assert done.value.code == 0
-    assert re.fullmatch(r"mosaic \d+\.\d+\.\d+ on vllm 0\.32\.0\n", capsys.readouterr().out)
+    assert re.fullmatch(r"mosaic \d+\.\d+\.\d+ on vllm 0\.33\.0\n", capsys.readouterr().out)
 
 
 def test_the_page_can_be_left_out() -> None:

@@ -100,13 +100,13 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 
 
-class _Open(StructuredDecisionRequest):
+class _WithOtherFields(StructuredDecisionRequest):
     model_config = ConfigDict(extra="allow")  # unknown fields are refused with our own words
 
 
 DecisionRequest = create_model(
     "DecisionRequest",
-    __base__=_Open,
+    __base__=_WithOtherFields,
     __doc__="Body of POST /v1/systemone.",
     **described(PARAMETERS),
 )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from vllm.diffusion.engine.scheduler.trajectories import trajectory_of
+from vllm.outputs import RequestError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult
     from vllm.diffusion.engine.scheduler.request_state import RequestState
-    from vllm.outputs import RequestError
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
@@ -50,12 +50,13 @@ def progress(
     return [output, end]
 
 
-def refusal(request: Request, error: RequestError) -> EngineCoreOutput:
+def refusal(request: Request, message: str, failed: bool) -> EngineCoreOutput:
     """Create the output with the error that ends a request; the request's status must be set.
 
-    Upstream's server raises the error. Its `LLM` drops it, so the message is also in our fields.
+    Upstream's `LLM` drops the error, so the message is also in our fields.
     """
-    return _last(request, {"error": error.message}, error)
+    code = "engine_error" if failed else "validation_error"  # HTTP 500 or 400
+    return replace(_last(request, {"error": message}), error=RequestError(code, message))
 
 
 def timeout(item: RequestState, message: str) -> EngineCoreOutput:
@@ -69,15 +70,12 @@ def end(item: RequestState) -> EngineCoreOutput:
     return _last(item.request, _report(item))
 
 
-def _last(
-    request: Request, fields: dict[str, Any], error: RequestError | None = None
-) -> EngineCoreOutput:
+def _last(request: Request, fields: dict[str, Any]) -> EngineCoreOutput:
     """Create the last output of a request, which has fields of our own but no token."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
         kv_transfer_params={"dllm": fields},
-        error=error,
         **_common(request),
     )
 

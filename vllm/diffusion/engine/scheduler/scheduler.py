@@ -40,7 +40,6 @@ from vllm.diffusion.engine.scheduler.waiting import WaitingLine
 from vllm.diffusion.memory import Admission
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.logger import init_logger
-from vllm.outputs import RequestError
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
-
-# Codes of errors. Upstream answers the first with HTTP 400 and any other with 500.
-INVALID, FAILED = "validation_error", "engine_error"
 
 
 class DiffusionScheduler(CanvasSchedulerInterface):
@@ -121,23 +117,20 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             item = RequestState.of(request, self._model)
             item.gates = tuple(gate for gate in self._gates if gate.arrived(item))
         except ActivationBudgetError as error:
-            self._refuse(request, RequestError(INVALID, str(error)), reason="memory")
+            self._refuse(request, str(error), reason="memory")
         except InvalidParameterError as error:
-            self._refuse(request, RequestError(INVALID, str(error)), reason="engine")
+            self._refuse(request, str(error), reason="engine")
         else:
             self._next_deadline = min(self._next_deadline, item.deadline)
             self._waiting.append(item)
 
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._running or bool(self._waiting.named(request_id))
-
-    def _refuse(self, request: Request, error: RequestError, reason: str) -> None:
+    def _refuse(self, request: Request, message: str, reason: str, failed: bool = False) -> None:
         """End a request with an error, which its client receives with the next step's results."""
-        logger.warning("request %s refused: %s", request.request_id, error.message)
+        logger.warning("request %s refused: %s", request.request_id, message)
         if self._observer is not None:
             self._observer.refused(reason)
         self._end(request, RequestStatus.FINISHED_ERROR)
-        self._outbox.put(request, outputs.refusal(request, error))
+        self._outbox.put(request, outputs.refusal(request, message, failed))
 
     def _end_late_requests(self) -> None:
         """End requests that timed out; their clients are informed with the next results."""
@@ -238,8 +231,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                     self._end(item.request, RequestStatus.FINISHED_LENGTH_CAPPED)
                     self._outbox.put(item.request, outputs.end(item))
                 else:
-                    refused = RequestError(INVALID, str(error))
-                    self._refuse(item.request, refused, reason="memory")
+                    self._refuse(item.request, str(error), reason="memory")
                 continue
             self._running[item.req_id] = item
             item.labels = self.labels
@@ -334,7 +326,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         """Update a request with its result and return the outputs for its client."""
         request = item.request
         if result.error is not None:
-            self._refuse(request, RequestError(FAILED, result.error), reason="engine")
+            self._refuse(request, result.error, reason="engine", failed=True)
             return []
         if self._observer is not None:
             self._observer.progressed(item, result)
