@@ -101,6 +101,17 @@ def test_all_questions_are_read_in_one_forward(client: Client) -> None:
     assert decide(client, questions=QUESTIONS)["answers"] == answer["answers"]
 
 
+def test_a_joint_call_names_the_places_of_its_questions(client: Client) -> None:
+    """Upstream's field `joint` requests what this model does in any case."""
+    tokens, slots = decision_prompt()
+    joint = decide(client, questions=QUESTIONS, joint=True)
+    canvas = {"questions": list(QUESTIONS), "width": len(tokens), "slots": slots}
+    assert joint["joint"] == {"canvases": [canvas]}
+    plain = decide(client, questions=QUESTIONS)
+    assert plain["joint"] is None
+    assert plain["answers"] == joint["answers"]
+
+
 def test_a_lone_question_is_the_first_token_of_a_reply(client: Client) -> None:
     (text, _), *_ = SHOWN
     tokens = prompt(json.dumps(STATE) + "\n\n" + text)

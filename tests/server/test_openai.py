@@ -184,6 +184,8 @@ def test_a_streamed_answer_reports_in_its_last_event(
     parameters = {"gen_length": 64, "block_length": 16, "steps": 32, "algorithm": "semi_ar"}
     *rest, last = client.events(route, body_for(route, **parameters, **fields))
     assert not any("diffusion" in event for event in rest)
+    # Reports travel in this field of the engine's outputs, and upstream's last chunks send it.
+    assert not any(event.get("kv_transfer_params") for event in [*rest, last])
     report = last["diffusion"]
     assert (last["choices"] == []) == ("stream_options" in fields)
     assert len(report["seeds"]) == fields.get("n", 1)
