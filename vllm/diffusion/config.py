@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.diffusion.adapters.lora_flags import check_flags
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.guided.guides import Guides
@@ -31,6 +32,7 @@ WORKER = "vllm.diffusion.engine.worker.worker.DiffusionWorker"
 # line ends in plain text, in byte-level BPE, and as a single byte
 _LINE_END = ("\n", "\u010a", "<0x0A>")
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
+ADAPTING_SCHEDULER = "vllm.diffusion.engine.scheduler.adapting_scheduler.AdaptingScheduler"
 TRANSFERS = ("nccl", "ipc", "disk")  # ways to transfer weights while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 # Drafts per forward pass on a GPU, where the engine weighs them by measured times.
@@ -55,8 +57,6 @@ def configure(vllm_config: VllmConfig) -> None:
             "speculative_config: wanted none; a diffusion language model drafts its own states: "
             'additional_config={"dllm": {"num_speculative_states": 7}}'
         )
-    if vllm_config.lora_config is not None:
-        raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):
         raise ServerConfigError(
@@ -66,7 +66,8 @@ def configure(vllm_config: VllmConfig) -> None:
         parallel.worker_cls = WORKER
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = SCHEDULER
+        has_adapters = vllm_config.lora_config is not None
+        scheduler.scheduler_cls = ADAPTING_SCHEDULER if has_adapters else SCHEDULER
     scheduler.async_scheduling = False
     scheduler.enable_chunked_prefill = False
     family = family_of(vllm_config)
@@ -79,6 +80,7 @@ def configure(vllm_config: VllmConfig) -> None:
     _check_tensor_parallel(vllm_config)
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
+    check_flags(vllm_config, settings_of(vllm_config).sequence_parallel_size)
 
     # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")

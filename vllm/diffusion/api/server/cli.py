@@ -148,9 +148,9 @@ def check_arguments(args: Namespace) -> None:
             f"--logits-processors: given {args.logits_processors!r}; wanted none: no processor of "
             "logits runs between the steps of a diffusion language model"
         )
-    if args.lora_modules:
-        given = ", ".join(str(getattr(module, "name", module)) for module in args.lora_modules)
-        raise ServerConfigError(f"--lora-modules: given {given}; wanted none: not supported")
+    if args.lora_modules and not args.enable_lora:
+        given = " ".join(f"{module.name}={module.path}" for module in args.lora_modules)
+        raise ServerConfigError(f"lora_modules: given {given}; wanted enable_lora beside it")
     if args.chat_template is not None:
         _check_template(args.chat_template)
 

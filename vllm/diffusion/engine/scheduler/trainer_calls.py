@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of upstream's `EngineCore` for trainers' calls (weight version, sleep)."""
+"""Patches of upstream's `EngineCore` for trainers' calls (weight version, sleep, adapters)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = "default"  # upstream's label of weights before a trainer sets one
 
 
 def patch_engine_core() -> None:
-    """Make `sleep` and `collective_rpc` fail early, and pass weight versions to our scheduler."""
+    """Make `sleep` and `collective_rpc` fail early, and exchange facts with our scheduler."""
     set_version, sleep = EngineCore.set_weight_version, EngineCore.sleep
     if hasattr(set_version, "__wrapped__"):
         return
@@ -48,5 +48,17 @@ def patch_engine_core() -> None:
         MsgpackEncoder().encode(UtilityResult(results))
         return results
 
+    remove = EngineCore.remove_lora
+
+    @functools.wraps(remove)
+    def await_and_remove(engine: Any, lora_id: int) -> bool:
+        if hasattr(engine.scheduler, "awaited_adapters"):
+            # Workers do not know requests that wait; they keep the adapter.
+            awaited = list(engine.scheduler.awaited_adapters)
+            engine.model_executor.collective_rpc("await_adapters", args=(awaited,))
+        is_removed: bool = remove(engine, lora_id)
+        return is_removed
+
+    EngineCore.remove_lora = await_and_remove
     EngineCore.set_weight_version, EngineCore.sleep = set_and_record, check_and_sleep
     EngineCore.collective_rpc = call_and_check
