@@ -60,8 +60,8 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if upstream_envs.VLLM_BATCH_INVARIANT:
         raise ServerConfigError(
-            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of these models' answers depends "
-            "on the other requests of a step"
+            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of these models' answers "
+            "depends on the other requests of a step"
         )
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):
@@ -288,6 +288,7 @@ class Settings:
         family: the only family whose checkpoints are accepted; None accepts all.
         weight_update_root: folder below which updates by `disk` may read; None allows no such
             updates.
+        adapter_root: folder below which adapters may be loaded at run time; None allows any.
         weight_update_complete: whether an update must contain every tensor.
         decisions_joint: whether the questions of a call of `/v1/decisions` share a sequence unless
             the request sets `joint`, in full-attention families.
@@ -307,6 +308,7 @@ class Settings:
     default_gen_length: int | None = None
     family: str | None = None
     weight_update_root: str | None = None
+    adapter_root: str | None = None
     weight_update_complete: bool = False
     decisions_joint: bool = True
     decisions_least_mass: float = 0.0
@@ -356,11 +358,10 @@ class Settings:
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )
-        root = parsed.weight_update_root
-        if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
-            raise ServerConfigError(
-                f"dllm settings: weight_update_root: given {root!r}; wanted a folder"
-            )
+        for name in ("weight_update_root", "adapter_root"):
+            root = getattr(parsed, name)
+            if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
+                raise ServerConfigError(f"dllm settings: {name}: given {root!r}; wanted a folder")
         if parsed.family not in (None, *families.SERVED_AS):
             raise ServerConfigError(
                 f"dllm settings: family: given {parsed.family!r}; wanted one of "

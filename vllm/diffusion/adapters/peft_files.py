@@ -311,6 +311,4 @@ def _module_and_part(name: str) -> tuple[str, str]:
         raise AdapterError(f"lora_embedding_A: given {bare!r}; wanted none, {_MERGED}")
     if "lora_magnitude_vector" in bare:
         raise AdapterError(f"lora_magnitude_vector: given {bare!r}; wanted none, {_MERGED}")
-    raise AdapterError(
-        f"{bare}: wanted names of the form MODULE.lora_A.weight, MODULE.lora_B.weight"
-    )
+    raise AdapterError(f"{bare}: wanted MODULE.lora_A.weight or MODULE.lora_B.weight")

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the adapters that requests name, before the engine receives the request."""
+"""The adapters that requests name: checks before the engine receives a request, HTTP requests."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import AdapterError, InvalidParameterError
+from vllm.exceptions import VLLMNotFoundError
+from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from vllm.diffusion.adapters.peft_files import AdapterReader
-    from vllm.lora.request import LoRARequest
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
 
 class AdapterRequests:
@@ -71,3 +74,42 @@ def refusal_in(error: Exception) -> AdapterError | None:
     """Return an engine's refusal of an adapter, which arrives as an error of upstream."""
     text = str(error)
     return AdapterError(text.removeprefix(_FAILED)) if text.startswith(_FAILED) else None
+
+
+# The adapter that the HTTP request of this task names as its model; None for the served model.
+_requested: ContextVar[LoRARequest | None] = ContextVar("_requested", default=None)
+
+
+async def choose_model(models: OpenAIServingModels, name: Any) -> None:
+    """Set the adapter of this task's HTTP request by the model that it names.
+
+    Args:
+        models: the served models of a server with adapters.
+        name: `model` of the body, if it has one.
+
+    Raises:
+        VLLMNotFoundError: HTTP 404, for a name that is not served.
+    """
+    _requested.set(None)
+    if not isinstance(name, str) or not name or models.is_base_model(name):
+        return
+    found = models.lora_requests.get(name)
+    if found is None and models.lora_resolvers:
+        resolved = await models.resolve_lora(name)
+        found = resolved if isinstance(resolved, LoRARequest) else None
+    if found is None:
+        served = [model.name for model in models.base_model_paths]
+        names = ", ".join([*served, *models.lora_requests])
+        raise VLLMNotFoundError(f"model: given {name!r}; wanted one of: {names}")
+    _requested.set(found)
+
+
+def requested_adapter() -> LoRARequest | None:
+    """Return the adapter of this task's HTTP request; None if it names the served model."""
+    return _requested.get()
+
+
+def answered_model(served: Sequence[str]) -> str:
+    """Return the name for `model` of an answer: that of the adapter, or the first served name."""
+    adapter = _requested.get()
+    return served[0] if adapter is None else str(adapter.lora_name)

@@ -19,6 +19,7 @@ from jinja2 import TemplateSyntaxError
 from pydantic import ValidationError
 
 from vllm.diffusion import __version__
+from vllm.diffusion.api.adapter_requests import refusal_in
 from vllm.diffusion.api.decisions import calibration
 from vllm.diffusion.api.rendering import parse
 from vllm.diffusion.api.server import lifecycle
@@ -210,6 +211,8 @@ def one_line(error: Exception, args: Namespace) -> str:
         return f"--{flag}: given {fault['input']!r}; {message[0].lower()}{message[1:]}"
     description = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     text = " ".join(description.split()) or type(error).__name__
+    if (refusal := refusal_in(error)) is not None:
+        return str(refusal)
     is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
     # transformers wraps some of these errors in an OSError.
     if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):

@@ -33,6 +33,11 @@ class AdaptingScheduler(DiffusionScheduler):
         """Numbers of the adapters of waiting requests."""
         return self.adapters.awaited(self._waiting.requests)
 
+    @property
+    def ended(self) -> frozenset[str]:
+        """Requests whose end the workers do not know yet."""
+        return frozenset(self._finished_req_ids)
+
     def schedule(self, throttle_prefills: bool = False) -> DiffusionSchedulerOutput:
         message = super().schedule(throttle_prefills)
         message.awaited_adapters = self.awaited_adapters

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.v1.engine import UtilityResult
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Worker methods whose results cannot be sent between processes.
 _RETURN_OBJECTS = frozenset({"get_model"})
@@ -48,17 +51,21 @@ def patch_engine_core() -> None:
         MsgpackEncoder().encode(UtilityResult(results))
         return results
 
-    remove = EngineCore.remove_lora
-
-    @functools.wraps(remove)
-    def await_and_remove(engine: Any, lora_id: int) -> bool:
-        if hasattr(engine.scheduler, "awaited_adapters"):
-            # Workers do not know requests that wait; they keep the adapter.
-            awaited = list(engine.scheduler.awaited_adapters)
-            engine.model_executor.collective_rpc("await_adapters", args=(awaited,))
-        is_removed: bool = remove(engine, lora_id)
-        return is_removed
-
-    EngineCore.remove_lora = await_and_remove
+    EngineCore.add_lora = _settling(EngineCore.add_lora)
+    EngineCore.remove_lora = _settling(EngineCore.remove_lora)
     EngineCore.set_weight_version, EngineCore.sleep = set_and_record, check_and_sleep
     EngineCore.collective_rpc = call_and_check
+
+
+def _settling(call: Callable[..., bool]) -> Callable[..., bool]:
+    """Tell workers first which adapters waiting requests have, and which requests have ended."""
+
+    @functools.wraps(call)
+    def settle_and_call(engine: Any, *args: Any, **options: Any) -> bool:
+        scheduler = engine.scheduler
+        if hasattr(scheduler, "awaited_adapters"):
+            known = list(scheduler.awaited_adapters), list(scheduler.ended)
+            engine.model_executor.collective_rpc("settle_adapters", args=known)
+        return call(engine, *args, **options)
+
+    return settle_and_call

@@ -132,10 +132,9 @@ class Speculation(StepGuest):
         self.forget(req_id)
 
     def forget(self, req_id: str) -> None:
-        """Drop a request's candidates, drafts and probes."""
+        """Drop a request's candidates and drafts."""
         self._latest_candidates.pop(req_id, None)
         self._pages.release(req_id)
-        self._probes = [probe for probe in self._probes if probe.canvas.req_id != req_id]
 
     def release_memory(self, *, even_work: bool) -> bool:
         """Skip drafts in the next step, and release all draft pages.

@@ -113,9 +113,17 @@ class AdapterWorker(WeightWorker):
             self.loop.collect_steps().renew(lora_id, generation, ())
         return is_removed
 
-    def await_adapters(self, numbers: list[int]) -> None:
-        """Set the numbers of the adapters of waiting requests, which keep removed adapters."""
-        self._adapting_runner().adapters.awaited = frozenset(numbers)
+    def settle_adapters(self, awaited: list[int], ended: list[str]) -> None:
+        """Prepare for a call about adapters.
+
+        Args:
+            awaited: numbers of the adapters of waiting requests.
+            ended: requests that have ended since the last step.
+        """
+        adapters = self._adapting_runner().adapters
+        adapters.awaited = frozenset(awaited)
+        for req_id in ended:
+            adapters.end(req_id)
 
     def list_loras(self) -> set[int]:
         """Return the numbers of the adapters that new requests may use."""
