@@ -265,7 +265,7 @@ def test_what_ends_a_server_is_one_line(error: Exception, message: str) -> None:
             "--middleware: given 'os.path.nope'; wanted",
         ),
         (["--logits-processors", "nope:X"], "--logits-processors: given ['nope:X']; wanted none"),
-        (["--lora-modules", "a=b"], "--lora-modules: given a; wanted none: not supported"),
+        (["--lora-modules", "a=b"], "lora_modules: given a=b; wanted enable_lora beside it"),
         (["--chat-template", "{% x }"], "--chat-template: given '{% x }'; wanted a Jinja template"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs as upstream_envs
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.diffusion.adapters.lora_flags import check_flags
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ModelConfigError, ServerConfigError
 from vllm.diffusion.guided.guides import Guides
@@ -32,6 +33,7 @@ WORKER = "vllm.diffusion.engine.worker.worker.DiffusionWorker"
 # line ends in plain text, in byte-level BPE, and as a single byte
 _LINE_END = ("\n", "\u010a", "<0x0A>")
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
+ADAPTING_SCHEDULER = "vllm.diffusion.engine.scheduler.adapting_scheduler.AdaptingScheduler"
 TRANSFERS = ("nccl", "ipc", "disk")  # ways to transfer weights while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 # Drafts per forward pass on a GPU, where the engine weighs them by measured times.
@@ -56,8 +58,6 @@ def configure(vllm_config: VllmConfig) -> None:
             "speculative_config: wanted none; a diffusion language model drafts its own states: "
             'additional_config={"dllm": {"num_speculative_states": 7}}'
         )
-    if vllm_config.lora_config is not None:
-        raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
     if upstream_envs.VLLM_BATCH_INVARIANT:
         raise ServerConfigError(
             "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of an answer depends on other "
@@ -72,7 +72,8 @@ def configure(vllm_config: VllmConfig) -> None:
         parallel.worker_cls = WORKER
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = SCHEDULER
+        has_adapters = vllm_config.lora_config is not None
+        scheduler.scheduler_cls = ADAPTING_SCHEDULER if has_adapters else SCHEDULER
     scheduler.async_scheduling = False
     scheduler.enable_chunked_prefill = False
     family = family_of(vllm_config)
@@ -85,6 +86,7 @@ def configure(vllm_config: VllmConfig) -> None:
     _check_tensor_parallel(vllm_config)
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
+    check_flags(vllm_config, settings_of(vllm_config).sequence_parallel_size)
 
     # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -286,6 +288,7 @@ class Settings:
         family: the only family whose checkpoints are accepted; None accepts all.
         weight_update_root: folder below which updates by `disk` may read; None allows no such
             updates.
+        adapter_root: folder below which adapters may be loaded at run time; None allows any.
         weight_update_complete: whether an update must contain every tensor.
         decisions_joint: whether the questions of a call of `/v1/decisions` share a sequence unless
             the request sets `joint`, in full-attention families.
@@ -305,6 +308,7 @@ class Settings:
     default_gen_length: int | None = None
     family: str | None = None
     weight_update_root: str | None = None
+    adapter_root: str | None = None
     weight_update_complete: bool = False
     decisions_joint: bool = True
     decisions_least_mass: float = 0.0
@@ -354,11 +358,10 @@ class Settings:
                 raise ServerConfigError(
                     f"dllm settings: {name}: given {given!r}; wanted true or false"
                 )
-        root = parsed.weight_update_root
-        if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
-            raise ServerConfigError(
-                f"dllm settings: weight_update_root: given {root!r}; wanted a folder"
-            )
+        for name in ("weight_update_root", "adapter_root"):
+            root = getattr(parsed, name)
+            if root is not None and not (isinstance(root, str) and os.path.isdir(root)):
+                raise ServerConfigError(f"dllm settings: {name}: given {root!r}; wanted a folder")
         if parsed.family not in (None, *families.SERVED_AS):
             raise ServerConfigError(
                 f"dllm settings: family: given {parsed.family!r}; wanted one of "

@@ -6,8 +6,9 @@ it.
 
 The scheduler runs in the engine's process, the server in another. Messages between them are typed,
 and only one field is free: `SchedulerStats.waiting_lora_adapters`, a dict from strings to whole
-numbers that is unused without LoRA, which Mosaic never enables. `Observations` are sent in it as
-`"name value"` -> count. If no code reads them (in the offline `LLM`, or with upstream's loggers
+numbers that upstream fills only after the message has arrived. `Observations` are sent in it as
+`"name value"` -> count. `unpack` takes them out where the message arrives, before upstream's
+loggers read the field. If no code reads them (in the offline `LLM`, or with upstream's loggers
 alone), they have no effect.
 """
 
@@ -29,7 +30,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _LONG_SECONDS = (*_SECONDS[3:], 60.0, 120.0, 300.0, 600.0, 1800.0)
 _MICROSECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 
-WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "order")
+WAITS_FOR = ("rows", "memory", "requests", "others", "prompt", "call", "adapter", "order")
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ REQUESTS_WAITING = Metric(
     "gauge",
     "Waiting requests, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
     "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`), a "
-    "`prompt` that another request computes, the other requests of their `call`, or their `order` "
-    "after earlier requests.",
+    "`prompt` that another request computes, the other requests of their `call`, a slot for their "
+    "`adapter` (`--max-loras`), or their `order` after earlier requests.",
     label="waits_for",
     label_values=WAITS_FOR,
 )
@@ -196,6 +197,44 @@ REQUESTS_TIMED_OUT = Metric(
     "counter",
     "Requests that were not complete after their `timeout_s`.",
 )
+ADAPTERS_KNOWN = Metric(
+    "dllm:adapters_known",
+    "gauge",
+    "LoRA adapters in host memory (`--max-cpu-loras`).",
+)
+ADAPTERS_PLACED = Metric(
+    "dllm:adapters_placed",
+    "gauge",
+    "LoRA adapters in slots of the device (`--max-loras`).",
+)
+ADAPTER_SLOT_BYTES = Metric(
+    "dllm:adapter_slot_bytes",
+    "gauge",
+    "Bytes of one slot for a LoRA adapter on a rank.",
+)
+ADAPTER_LOADS = Metric(
+    "dllm:adapter_loads",
+    "counter",
+    "Loads of LoRA adapters, by source: `path` reads files while steps wait, `staged` reads them "
+    "beforehand, `tensors` takes a trainer's tensors, `in_place` replaces an adapter.",
+    label="source",
+    label_values=("path", "staged", "tensors", "in_place"),
+)
+ADAPTER_PLACEMENTS = Metric(
+    "dllm:adapter_placements", "counter", "Copies of a LoRA adapter to a slot of the device."
+)
+ADAPTER_EVICTIONS = Metric(
+    "dllm:adapter_evictions", "counter", "LoRA adapters that lost their place in host memory."
+)
+ADAPTER_STEPS = Metric(
+    "dllm:adapter_steps", "counter", "Denoising steps in which a request has a LoRA adapter."
+)
+ADAPTER_LOAD_TIME = Metric(
+    "dllm:adapter_load_seconds",
+    "histogram",
+    "Seconds that a load of a LoRA adapter delays steps.",
+    _SECONDS,
+)
 
 # All rows above, in this order.
 METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
@@ -204,6 +243,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 MAX_REPORTED_WAITS = 64  # maximum number of requests whose wait is reported
 _WAITS = "waits"
+_UNPACKED = "dllm_observations"  # attribute of upstream's statistics
 
 
 class Observations:
@@ -243,10 +283,21 @@ class Observations:
         self._counts.clear()
 
 
+def unpack(stats: SchedulerStats) -> None:
+    """Move the observations out of the field that carried them, which then has adapters' names."""
+    if not hasattr(stats, _UNPACKED):
+        setattr(stats, _UNPACKED, stats.waiting_lora_adapters)
+        stats.waiting_lora_adapters = {}
+
+
+def _sent(stats: SchedulerStats) -> Mapping[str, int]:
+    sent: Mapping[str, int] = getattr(stats, _UNPACKED, stats.waiting_lora_adapters)
+    return sent
+
+
 def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
     """Yield metric, value or label, and count or amount, of all observations in the statistics."""
-    sent: Mapping[str, int] = stats.waiting_lora_adapters
-    for key, times in sent.items():
+    for key, times in _sent(stats).items():
         name, _, value = key.partition(" ")
         if name != _WAITS:
             yield _BY_NAME[name], value, times
@@ -254,7 +305,7 @@ def observations_in(stats: SchedulerStats) -> Iterator[tuple[Metric, str, int]]:
 
 def waiting_in(stats: SchedulerStats) -> dict[str, str] | None:
     """Return the reasons for which the first requests wait, by id, or None without a report."""
-    keys = [key.split(" ") for key in stats.waiting_lora_adapters]
+    keys = [key.split(" ") for key in _sent(stats)]
     if not any(parts[0] == REQUESTS_WAITING.name for parts in keys):
         return None
     return {parts[1]: parts[2] for parts in keys if parts[0] == _WAITS}

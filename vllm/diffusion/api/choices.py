@@ -13,6 +13,7 @@ from copy import copy
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.adapter_requests import requested_adapter
 from vllm.diffusion.api.prometheus import count_abort
 from vllm.diffusion.api.report import add_stop_string, reports_by_choice, timeout_in
 from vllm.diffusion.request.decision import DECISION, attach, is_decided
@@ -100,6 +101,9 @@ async def stream_outputs(
     is_whole = sampling.output_kind == RequestOutputKind.FINAL_ONLY
     is_delta = sampling.output_kind == RequestOutputKind.DELTA
     is_complete, length = False, 0
+    adapter = requested_adapter()
+    if adapter is not None:
+        options.setdefault("lora_request", adapter)
     try:
         async with aclosing(engine.generate(engine_input, sampling, *args, **options)) as outputs:
             async for output in _in_time(outputs, sampling.extra_args[DECISION].timeout_s):

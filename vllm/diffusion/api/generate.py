@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.adapter_requests import answered_model
 from vllm.diffusion.api.bodies import ignored_fields
 from vllm.diffusion.api.choices import RequestTimedOut, stream_outputs
 from vllm.diffusion.api.protocol import (
@@ -70,7 +71,8 @@ class _Choice:
 
 
 class GenerateHandler:
-    """Handler of `/generate` for one engine; answers report the first of `model_names`."""
+    """Handler of `/generate` for one engine; answers report the adapter, or the first of
+    `model_names`."""
 
     def __init__(
         self,
@@ -219,7 +221,7 @@ class GenerateHandler:
         return GenerateResponse(
             id=request_id,
             created=int(time.time()),
-            model=self._model_names[0],
+            model=answered_model(self._model_names),
             text=[c.text for c in completions],
             token_ids=[_answer_ids(c, decided) for c in completions],
             finish_reason=[c.finish_reason or "abort" for c in completions],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm.diffusion.api.adapter_requests import requested_adapter
 from vllm.diffusion.api.bodies import PROMPT
 from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.report import CanvasState, DiffusionReport
@@ -90,7 +91,9 @@ def check_model(name: str | None, served: Sequence[str]) -> None:
     Raises:
         VLLMNotFoundError: HTTP 404.
     """
-    if name is not None and name not in served:
+    adapter = requested_adapter()
+    is_adapter = adapter is not None and adapter.lora_name == name
+    if name is not None and name not in served and not is_adapter:
         raise VLLMNotFoundError(f"model: given {name!r}; wanted one of: {', '.join(served)}")
 
 

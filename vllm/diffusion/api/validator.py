@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.api import outside_calls
+from vllm.diffusion import metrics
+from vllm.diffusion.adapters.lora_flags import reader_of
+from vllm.diffusion.api import adapter_requests, outside_calls
+from vllm.diffusion.api.adapter_requests import AdapterRequests
 from vllm.diffusion.config import family_of, served_model
-from vllm.diffusion.core.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.core.errors import ActivationBudgetError, AdapterError, InvalidParameterError
 from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Admission, Rates
@@ -39,15 +43,18 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.stats import LoRARequestStates
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Guide, Spec
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.metrics.stats import SchedulerStats
 
 MAX_CACHED_DECISIONS = 4096  # decisions about score queries
 
@@ -57,6 +64,7 @@ _held: ContextVar[Guide | None] = ContextVar("language of the request that is pr
 _upstreams_ids: Callable[[EngineCoreRequest], None] = InputProcessor.assign_request_id
 _upstreams_add: Callable[..., str] = LLMEngine.add_request
 _upstreams_add_async: Callable[..., Awaitable[None]] = AsyncLLM._add_request
+_upstreams_update: Callable[..., None] = LoRARequestStates.update_scheduler_stats
 
 
 class RequestRefused(VLLMValidationError, ValueError):
@@ -77,6 +85,14 @@ class RequestRefused(VLLMValidationError, ValueError):
         return str(self.args[0])
 
 
+class AdapterRefused(RequestRefused):
+    """HTTP 400: a request names an adapter that cannot be served."""
+
+    def __init__(self, error: AdapterError) -> None:
+        VLLMValidationError.__init__(self, str(error), parameter="lora_request")
+        self.reason = "lora_request"
+
+
 class Validator:
     """Decides the parameters of requests for one engine configuration."""
 
@@ -84,6 +100,11 @@ class Validator:
         self._vllm_config = vllm_config
         self._admission: Admission | None = None
         self._cached_decisions: dict[Any, DiffusionParams] = {}  # for score queries
+
+    @cached_property
+    def adapters(self) -> AdapterRequests:
+        """The adapters that requests may name."""
+        return AdapterRequests(reader_of(self._vllm_config))
 
     @cached_property
     def _model(self) -> ServedModel:
@@ -267,12 +288,20 @@ def install() -> None:
     leaks.
     """
     InputProcessor.process_inputs = _process_inputs
+    LoRARequestStates.update_scheduler_stats = _unpack_and_update
     AsyncLLM.add_request = _add_compiled
     outside_calls.install()
     InputProcessor.assign_request_id = staticmethod(_assign_request_id)
     RENDERER_REGISTRY.renderers["hf"] = ("vllm.diffusion.api.rendering", "DiffusionRenderer")
     LLMEngine.add_request = _add_request
     AsyncLLM._add_request = _add_request_async
+
+
+def _unpack_and_update(self: LoRARequestStates, scheduler_stats: SchedulerStats | None) -> None:
+    """Take out our observations, then run upstream's function, which adds names of adapters."""
+    if scheduler_stats is not None:
+        metrics.unpack(scheduler_stats)
+    _upstreams_update(self, scheduler_stats)
 
 
 def is_installed() -> bool:
@@ -297,6 +326,14 @@ async def _add_compiled(
     validator = validator_of(self.input_processor)
     if validator is not None and isinstance(params, SamplingParams) and not is_decided(params):
         await validator.compile_sampling(params)
+    adapter = _adapter_in((prompt, params, *args), options)
+    if validator is not None and adapter is not None:
+        with _refusing_adapters():
+            if validator.adapters.needs_check(adapter):
+                validator.adapters.check(adapter, await self.list_loras())
+                if adapter.load_inplace:
+                    await self.add_lora(adapter)
+                    adapter.load_inplace = False
     return await _upstreams_adding(self, request_id, prompt, params, *args, **options)
 
 
@@ -323,6 +360,28 @@ def _process_inputs(
         decided = validator.decide_sampling(sampling, request.prompt_token_ids or [])
     attach(request.sampling_params, decided.with_answers(params.n))
     return request
+
+
+def _adapter_in(args: tuple[Any, ...], options: Mapping[str, Any]) -> LoRARequest | None:
+    """Return the adapter among the arguments of `add_request` that follow the request's id."""
+    adapter: LoRARequest | None = options.get("lora_request")
+    return args[3] if adapter is None and len(args) > 3 else adapter
+
+
+@contextmanager
+def _refusing_adapters() -> Iterator[None]:
+    """Turn refusals of adapters into those of requests."""
+    try:
+        yield
+    except AdapterError as error:
+        raise AdapterRefused(error) from None
+    except InvalidParameterError as error:
+        raise RequestRefused(error) from None
+    except Exception as error:
+        refusal = adapter_requests.refusal_in(error)
+        if refusal is None:
+            raise
+        raise AdapterRefused(refusal) from None
 
 
 def _assign_request_id(request: EngineCoreRequest) -> None:
@@ -369,6 +428,14 @@ def _add_request(self: LLMEngine, request_id: str, *args: Any, **options: Any) -
 
     Upstream registers a request before it sends it, and waits for every registered request.
     """
+    validator, adapter = validator_of(self.input_processor), _adapter_in(args, options)
+    if validator is not None and adapter is not None:
+        with _refusing_adapters():
+            if validator.adapters.needs_check(adapter):
+                validator.adapters.check(adapter, self.list_loras())
+                if adapter.load_inplace:
+                    self.add_lora(adapter)
+                    adapter.load_inplace = False
     registered = self.output_processor.external_req_ids
     before = list(registered.get(request_id, ()))
     try:

@@ -6,6 +6,7 @@ DiffusionError
 │   └── ActivationBudgetError   its steps need more memory than the pool has
 ├── ModelConfigError        config.json describes a model that Mosaic does not run
 ├── CheckpointError         tensors are missing from a checkpoint, or are not of the model
+├── AdapterError            a LoRA adapter does not fit the model or the server (HTTP 400)
 ├── ServerConfigError       a server-wide setting is unknown or out of range
 ├── BrokenLogitsError       a model's logits are NaN
 └── RankError               another rank of the engine failed in the same step
@@ -102,6 +103,10 @@ class ModelConfigError(DiffusionError, ValueError):
 
 class CheckpointError(DiffusionError, ValueError):
     """A checkpoint's tensors do not match the model that its config.json describes."""
+
+
+class AdapterError(DiffusionError, ValueError):
+    """A LoRA adapter's files do not fit the model, or the server has no room for it."""
 
 
 class ServerConfigError(DiffusionError, ValueError):

@@ -10,12 +10,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from vllm.diffusion.adapters.known_adapters import AdapterReport
     from vllm.diffusion.core.canvas_view import CanvasView
     from vllm.diffusion.core.trajectory import Trajectory
     from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
     from vllm.diffusion.request.params import DiffusionParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.outputs import LogprobsLists
 
 # Maximum sample rows of a first forward whose hidden states are kept for requests with its prompt.
@@ -29,7 +31,8 @@ class NewCanvas:
     `host_layers` is the number of layers whose cached keys and values are in host memory.
     `prompt_of` names a running request that has computed the beginning of this request's first
     forward (`prompt_groups.py`). `kept_positions` counts the positions of the pages that the
-    request takes, including pages of requests that will read its prompt.
+    request takes, including pages of requests that will read its prompt. `adapter` is its LoRA
+    adapter, if it has one.
     """
 
     req_id: str
@@ -38,6 +41,7 @@ class NewCanvas:
     host_layers: int = 0
     prompt_of: str | None = None
     kept_positions: int = 0
+    adapter: LoRARequest | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     scheduler assigns, by request; workers assign them before the step. With `should_drain` nothing
     is launched, and only a step in flight is collected. `epoch` counts how often cached results
     were dropped, up to the last drop that the scheduler has acknowledged: a worker with a later
-    epoch runs no step before that.
+    epoch runs no step before that. `awaited_adapters` has the numbers of the adapters of waiting
+    requests.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
@@ -150,6 +155,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     long: list[str] = field(default_factory=list)
     should_drain: bool = False
     epoch: int = 0
+    awaited_adapters: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -160,7 +166,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     rows. `launched` lists the requests of each step in flight, `paused` is the long step that waits
     for its next slice, and `slice_timing` sums the slices that have ended since the last message.
     `epoch` is the current epoch. If it is new, `invalidated` has the rows of every
-    request's next forward, which begins without cached keys and values.
+    request's next forward, which begins without cached keys and values. `renewed_adapters` has the
+    generation of each adapter that was replaced or removed since the last message; `invalidated`
+    then has the rows of its requests. `adapter_report` has news about adapters.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
@@ -171,3 +179,5 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     slice_timing: SliceTiming | None = None
     epoch: int = 0
     invalidated: dict[str, int] = field(default_factory=dict)
+    renewed_adapters: dict[int, int] = field(default_factory=dict)
+    adapter_report: AdapterReport | None = None

@@ -160,7 +160,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         experts=_experts(
             config,
             num_ranks,
-            is_quantised=vllm_config.quant_config is not None,
+            is_plain=vllm_config.quant_config is None and vllm_config.lora_config is None,
             quantises=any(kind.quantises for kind in kinds),
         ),
         can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
@@ -189,12 +189,12 @@ def _products(
 
 
 def _experts(
-    config: DiffusionConfig, num_ranks: int, *, is_quantised: bool, quantises: bool
+    config: DiffusionConfig, num_ranks: int, *, is_plain: bool, quantises: bool
 ) -> Experts | None:
     architecture = config.architecture
     if not architecture.expert_layers:
         return None
-    is_joined = architecture.joins_shared_expert(is_quantised=is_quantised)
+    is_joined = architecture.joins_shared_expert(is_plain=is_plain)
     return Experts(
         count=config.num_experts + is_joined,
         chosen=config.num_experts_per_tok + is_joined,

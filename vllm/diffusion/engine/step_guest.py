@@ -148,6 +148,9 @@ class StepGuest:
     def invalidate(self) -> None:
         """Drop all cached results, except keys and values in pages."""
 
+    def forget(self, req_id: str) -> None:
+        """Drop the cached results of a request that goes on, except keys and values in pages."""
+
     def release_memory(self, *, even_work: bool) -> bool:
         """Release memory for the next step, and return whether there was any.
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.adapters.adapted_rows import AdaptedRows
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.models.transformer import DiffusionLayer
@@ -50,9 +51,11 @@ class DiffusionModel(Updatable):
         hidden_size, num_heads, num_kv_heads, head_dim: D, H, KV, hd (heads of this rank).
         vocab_size: V of the whole model, the rows of its embedding and of its head.
         vocab_start, num_columns: first logit column of this rank, and number of its columns.
+        adapting: the rows that use LoRA adapters; None in an engine without them.
     """
 
     rotary_frequencies: Tensor
+    adapting: AdaptedRows | None = None
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

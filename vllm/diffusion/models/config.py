@@ -98,12 +98,13 @@ class Architecture(NamedTuple):
         growth = self.query_growth
         return growth if growth is not None and 2 * max_model_len > growth.length else None
 
-    def joins_shared_expert(self, *, is_quantised: bool) -> bool:
+    def joins_shared_expert(self, *, is_plain: bool) -> bool:
         """Whether the shared expert is stored with the others.
 
-        This requires the same width as the others, and no quantisation.
+        This requires the same width as the others, and plain weights: neither quantised nor with
+        adapters, which the other experts do not have.
         """
-        return not is_quantised and 0 < self.shared_expert_width == self.expert_width
+        return is_plain and 0 < self.shared_expert_width == self.expert_width
 
 
 class DiffusionConfig(PreTrainedConfig):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from vllm.config import get_current_vllm_config
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.layers.moe import ExpertsMLP
@@ -33,8 +34,8 @@ class MixtureMLP(nn.Module):
     """Router and experts of one layer, with the shared expert if there is one.
 
     The experts' matrices are stacked, so that one grouped product multiplies by all of them. The
-    shared expert is the first in the stack if it is as wide as the others and nothing is quantised.
-    Then it is computed while the other experts are read.
+    shared expert is the first in the stack if it is as wide as the others, and neither quantised
+    nor changed by adapters. Then it is computed while the other experts are read.
 
     Raises:
         ServerConfigError: the requested quantisation is not supported for experts.
@@ -59,8 +60,8 @@ class MixtureMLP(nn.Module):
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             owner = self.gate if self.expert_bias_of == "mlp.gate" else self
             owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
-        is_quantised = quant_config is not None
-        self.num_joined = int(architecture.joins_shared_expert(is_quantised=is_quantised))
+        is_plain = quant_config is None and get_current_vllm_config().lora_config is None
+        self.num_joined = int(architecture.joins_shared_expert(is_plain=is_plain))
         num_stacked = self.num_joined + config.num_experts
         self.w1 = expert_matrices(num_stacked, 2, (inner, width), 0, scheme)
         self.w2 = expert_matrices(num_stacked, 1, (width, inner), 1, scheme)

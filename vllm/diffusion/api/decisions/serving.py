@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.adapter_requests import answered_model
 from vllm.diffusion.api.decisions.calibration import load
 from vllm.diffusion.api.decisions.calls import DecisionCall, read_body
 from vllm.diffusion.api.decisions.faults import BodyFault
@@ -205,7 +206,7 @@ class DecisionsHandler:
             for result in results
         ]
         return {
-            "model": self._model_names[0],
+            "model": answered_model(self._model_names),
             "answers": answers,
             "usage": {
                 "input_tokens": reading.num_tokens,
@@ -235,7 +236,7 @@ class DecisionsHandler:
             "id": f"decision-{request_id}",
             "object": "structured_decision",
             "created": int(time.time()),
-            "model": self._model_names[0],
+            "model": answered_model(self._model_names),
             "answers": answers,
             "usage": {"input_tokens": reading.num_tokens, "output_tokens": 0},
             "diagnostics": {r.item.question.id: r.diagnostics() for r in results},

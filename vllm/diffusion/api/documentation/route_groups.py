@@ -74,6 +74,8 @@ GROUPS = (
             "/update_weights": "Load tensors",
             "/finish_weight_update": "End an update of the weights",
             "/update_weight_version": "Set the label of the weights",
+            "/v1/load_lora_adapter": "Load a LoRA adapter",
+            "/v1/unload_lora_adapter": "Unload a LoRA adapter",
             "/weight_info": "The label of the weights",
             "/weight_checker": "Compare checksums of the weights",
             "/get_world_size": "Number of processes that hold weights",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from vllm.diffusion.api.adapter_requests import answered_model
 from vllm.diffusion.api.bodies import check_text_length
 from vllm.diffusion.api.choices import stream_outputs
 from vllm.diffusion.api.likelihood.estimator import draw_maskings, estimate
@@ -225,7 +226,7 @@ class LikelihoodHandler:
         return LikelihoodResponse(
             id=request_id,
             created=int(time.time()),
-            model=self._model_names[0],
+            model=answered_model(self._model_names),
             loglikelihood=round(estimated.loglikelihood, DECIMALS),
             stderr=stderr if stderr is None else round(stderr, DECIMALS),
             is_greedy=is_greedy,

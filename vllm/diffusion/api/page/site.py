@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,17 +64,22 @@ class Status:
             self._answered_at = time.time()
         waiting = metrics.waiting()
         running = {entry["id"]: entry for entry in self._answer.get("requests", [])}
+        states = dict(self._engine.output_processor.request_states)
+        awaited = Counter(state.lora_name for key, state in states.items() if key not in running)
+        answer = dict(self._answer)
+        if "adapters" in answer:  # with --enable-lora
+            known = answer["adapters"]
+            answer["adapters"] = [{**one, "waiting": awaited[one["name"]]} for one in known]
         return {
             "pool_bytes": None,
             "host_bytes": None,
             "products": None,
-            **self._answer,
+            **answer,
             "age_s": time.time() - self._answered_at,
             "row_budget": self._row_budget,
             "max_requests": self._max_requests,
             "requests": [
-                _request(state, running.get(key), waiting.get(key))
-                for key, state in list(self._engine.output_processor.request_states.items())
+                _request(state, running.get(key), waiting.get(key)) for key, state in states.items()
             ],
         }
 
@@ -90,6 +96,7 @@ def _request(state: Any, running: dict[str, Any] | None, waits_for: str | None) 
     known = {"prompt_tokens": state.prompt_len} if running is None else running
     name = state.external_req_id or state.request_id
     row = {"id": name, "state": "running" if running else "waiting", "seconds": since}
+    row["adapter"] = state.lora_name
     return {**known, **row, "waits_for": None if running else waits_for}
 
 

@@ -19,6 +19,7 @@ from jinja2 import TemplateSyntaxError
 from pydantic import ValidationError
 
 from vllm.diffusion import __version__
+from vllm.diffusion.api.adapter_requests import refusal_in
 from vllm.diffusion.api.decisions import calibration
 from vllm.diffusion.api.rendering import parse
 from vllm.diffusion.api.server import lifecycle
@@ -148,9 +149,9 @@ def check_arguments(args: Namespace) -> None:
             f"--logits-processors: given {args.logits_processors!r}; wanted none: no processor of "
             "logits runs between the steps of a diffusion language model"
         )
-    if args.lora_modules:
-        given = ", ".join(str(getattr(module, "name", module)) for module in args.lora_modules)
-        raise ServerConfigError(f"--lora-modules: given {given}; wanted none: not supported")
+    if args.lora_modules and not args.enable_lora:
+        given = " ".join(f"{module.name}={module.path}" for module in args.lora_modules)
+        raise ServerConfigError(f"lora_modules: given {given}; wanted enable_lora beside it")
     if args.chat_template is not None:
         _check_template(args.chat_template)
 
@@ -210,6 +211,8 @@ def one_line(error: Exception, args: Namespace) -> str:
         return f"--{flag}: given {fault['input']!r}; {message[0].lower()}{message[1:]}"
     description = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     text = " ".join(description.split()) or type(error).__name__
+    if (refusal := refusal_in(error)) is not None:
+        return str(refusal)
     is_of_the_hub = isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError))
     # transformers wraps some of these errors in an OSError.
     if is_of_the_hub or "huggingface.co" in text or text.startswith("Repo id"):

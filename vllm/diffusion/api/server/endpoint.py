@@ -64,6 +64,7 @@ from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.server import (
+    adapter_routes,
     gate,
     invocations,
     refusals,
@@ -138,6 +139,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
                     one(body)
             except InvalidParameterError as error:
                 raise RequestRefused(error) from None
+            await adapter_routes.choose(raw_request.app.state, body)
 
     return [Depends(validate_json_request), Depends(check)]
 
@@ -388,6 +390,7 @@ class DiffusionEndpoint:
         # For other models, upstream's routes stay unchanged.
         if is_installed():
             app.include_router(openai_router)
+            adapter_routes.attach(app)
             trainer_routes.attach(app)
             upstream_routes.attach(app)
             register()
@@ -472,6 +475,7 @@ class DiffusionEndpoint:
 
 def _replace_handlers(state: Any, validator: Validator) -> None:
     """Replace upstream's handlers of our routes with our subclasses."""
+    adapter_routes.install(state, validator)
     state.openai_serving_chat = replace_handler(
         state.openai_serving_chat, DiffusionServingChat, validator
     )

@@ -15,7 +15,15 @@ class AdmissionGate:
     """Base class of gates, which accepts no requests; gates override its methods.
 
     A gate's methods are called only for requests that it accepted on arrival.
+
+    Attributes:
+        lacks: what a request waits for if `reserve` returns False.
+        outlasts_growth: whether a request stays with the gate when its canvas grows and it waits
+            again.
     """
+
+    lacks: WaitsFor = "memory"
+    outlasts_growth = False
 
     def arrived(self, item: RequestState) -> bool:
         """Handle the arrival of a request; return whether this gate takes part in its admission.
@@ -50,6 +58,9 @@ class AdmissionGate:
 
     def results_dropped(self, items: Sequence[RequestState], epoch: int) -> None:
         """Handle new weights: all running and waiting requests lose their cached results."""
+
+    def adapters_renewed(self, items: Sequence[RequestState]) -> None:
+        """Handle new tensors of the adapters of these requests, which lose their results."""
 
     def left(self, item: RequestState) -> None:
         """Handle the end of a request, whether it has started or not."""

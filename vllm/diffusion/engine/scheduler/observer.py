@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from vllm.diffusion.adapters.known_adapters import AdapterReport
     from vllm.diffusion.engine.messages import (
         DiffusionRunnerOutput,
         DiffusionSchedulerOutput,
@@ -85,6 +86,8 @@ class Observer:
             self._seen.observe(metrics.POOL_IN_USE, done.usage.in_use_bytes)
             self._seen.observe(metrics.HOST_IN_USE, done.usage.host_bytes)
             self._seen.observe(metrics.POOL_PEAK, self.peak_bytes)
+        if done.adapter_report is not None:
+            self._note_adapters(done.adapter_report)
         if not done.results:
             return
         if done.usage is not None:
@@ -96,6 +99,18 @@ class Observer:
         # A step may be scheduled before the results of the previous step are known.
         self._seen.observe(metrics.STEP_TIME, now - max(step.scheduled_at, self._last_report))
         self._last_report = now
+
+    def _note_adapters(self, report: AdapterReport) -> None:
+        self._seen.observe(metrics.ADAPTERS_KNOWN, report.num_known)
+        self._seen.observe(metrics.ADAPTERS_PLACED, report.num_placed)
+        self._seen.observe(metrics.ADAPTER_SLOT_BYTES, report.slot_bytes)
+        self._seen.count(metrics.ADAPTER_PLACEMENTS, report.num_placements)
+        self._seen.count(metrics.ADAPTER_EVICTIONS, report.num_evictions)
+        self._seen.count(metrics.ADAPTER_STEPS, report.num_steps)
+        for source, count in report.loads.items():
+            self._seen.count(metrics.ADAPTER_LOADS, count, label=source)
+        for seconds in report.load_seconds:
+            self._seen.observe(metrics.ADAPTER_LOAD_TIME, seconds)
 
     # ---- statistics ----
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 BLOCKS_AHEAD = 2
 MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
-_WEIGHTS = "|W"  # separator before the epoch in a salt
+# Separators in a salt: before the block length, the adapter, and the epoch of the weights.
+_BLOCKS, _ADAPTER, _WEIGHTS = "|B", "|L", "|W"
 
 logger = init_logger(__name__)
 
@@ -111,16 +112,18 @@ class Paging(AdmissionGate):
             available = self._most_positions
             position = self._page_bytes // PAGE_SIZE
             raise ActivationBudgetError(length, length * position, available * position, available)
-        request.cache_salt = f"{request.cache_salt or ''}|B{item.params.kept_unit}"
+        request.cache_salt = f"{request.cache_salt or ''}{_BLOCKS}{item.params.kept_unit}"
         self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
         return True
 
     def _hash(self, item: RequestState) -> None:
-        """Hash the content of a request's pages: its tokens, its block length, and the weights."""
+        """Hash the content of a request's pages: its tokens, block length, adapter and weights."""
         request = item.request
-        salt = str(request.cache_salt).partition(_WEIGHTS)[0]
+        clients = str(request.cache_salt).rpartition(_BLOCKS)[0]
+        salt = f"{clients}{_BLOCKS}{item.params.kept_unit}"
+        salt += f"{_ADAPTER}{item.adapter_key}" if item.adapter_key else ""
         request.cache_salt = salt + (f"{_WEIGHTS}{self._epoch}" if self._epoch else "")
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -131,10 +134,20 @@ class Paging(AdmissionGate):
         if not self.reset(paged):
             logger.warning("cached keys and values of other weights stay until they are evicted")
         for item in paged:
-            self._hash(item)
-            # The cached prefix that it found is no longer valid.
-            if item.request.prefill_stats is not None:
-                item.request.prefill_stats.set(item.request.num_prompt_tokens, 0, 0)
+            self._hash_again(item)
+
+    def adapters_renewed(self, items: Sequence[RequestState]) -> None:
+        for item in items:
+            if item.is_paged:
+                if item.num_pages:
+                    self.preempt(item)
+                self._hash_again(item)
+
+    def _hash_again(self, item: RequestState) -> None:
+        """Hash a request after a change; the cached prefix that it found is no longer valid."""
+        self._hash(item)
+        if item.request.prefill_stats is not None:
+            item.request.prefill_stats.set(item.request.num_prompt_tokens, 0, 0)
 
     def provide(self, running: Iterable[RequestState], in_flight: Collection[str]) -> None:
         """Reserve pages for every next forward and for some blocks more.

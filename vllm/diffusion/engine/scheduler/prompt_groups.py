@@ -39,6 +39,7 @@ class Prompt(NamedTuple):
 
     token_ids: bytes
     params: DiffusionParams
+    adapter_key: str
 
 
 @dataclass(eq=False)
@@ -61,6 +62,13 @@ class _PromptGroup:
     def first(self) -> RequestState:
         return next(iter(self.members))
 
+    def dissolve(self) -> None:
+        """Make each running request compute its prompt again by itself."""
+        for item in [*self.members][1:]:
+            if item.params.cache == "frozen":
+                item.demand = replace(item.demand, reads_prompt=False)
+        self.members.clear()
+
 
 class PromptGroups(AdmissionGate):
     """Gate of requests that share a prompt: one request computes it, and the others wait for it."""
@@ -75,7 +83,7 @@ class PromptGroups(AdmissionGate):
         if item.params.num_answers == 1 or not _may_share(item):
             return False
         token_ids = np.array(item.request.prompt_token_ids or []).tobytes()
-        key = Prompt(token_ids, replace(item.params, seed=None))
+        key = Prompt(token_ids, replace(item.params, seed=None), item.adapter_key)
         group = self._group_of[item] = self._groups.setdefault(key, _PromptGroup(key))
         group.num_known += 1
         _make_prompt_owner(item)
@@ -115,10 +123,13 @@ class PromptGroups(AdmissionGate):
     def results_dropped(self, items: Sequence[RequestState], epoch: int) -> None:
         """Dissolve all groups: each running request computes its prompt again by itself."""
         for group in self._groups.values():
-            for item in [*group.members][1:]:
-                if item.params.cache == "frozen":
-                    item.demand = replace(item.demand, reads_prompt=False)
-            group.members.clear()
+            group.dissolve()
+
+    def adapters_renewed(self, items: Sequence[RequestState]) -> None:
+        """Dissolve the groups of these requests."""
+        for item in items:
+            if item in self._group_of:
+                self._group_of[item].dissolve()
 
     def left(self, item: RequestState) -> None:
         """Remove a request; if it was the first member, the next one takes over its demand."""

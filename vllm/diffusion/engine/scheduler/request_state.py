@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 # Reasons to wait: rows of a step (`--max-num-batched-tokens`), memory, the number of running
 # requests (`--max-num-seqs`), the end of running requests (`force_single_batch`), the prompt that
-# another request computes, the missing requests of its call, its turn after earlier requests.
-WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "order"]
+# another request computes, the missing requests of its call, a slot for its adapter, its turn after
+# earlier requests.
+WaitsFor = Literal["rows", "memory", "requests", "others", "prompt", "call", "adapter", "order"]
 
 
 @dataclass(eq=False)
@@ -51,6 +52,7 @@ class RequestState:
         prompt_of: the request that has computed the beginning of its first forward.
         largest: usage of its step with the highest peak.
         labels: labels of weights, by the number of weight changes before them.
+        adapter_key: identifies the tensors of its adapter; "" without one.
     """
 
     request: Request
@@ -72,6 +74,7 @@ class RequestState:
     prompt_of: str | None = None
     largest: StepUsage | None = None
     labels: Mapping[int, str] = field(default_factory=dict)
+    adapter_key: str = ""
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows
@@ -140,12 +143,15 @@ class RequestState:
             host_layers=self.demand.host_layers,
             prompt_of=self.prompt_of,
             kept_positions=self.demand.cached_positions,
+            adapter=self.request.lora_request,
         )
 
     def grow(self, new_lengths: Sequence[int]) -> None:
         """Demand a canvas of the last of `new_lengths`; the prompt is computed again."""
+        lasting = tuple(gate for gate in self.gates if gate.outlasts_growth)
+        self.gates = tuple(gate for gate in self.gates if gate not in lasting)
         self.leave()
-        self.gates, self.prompt_of = (), None
+        self.gates, self.prompt_of = lasting, None
         self.earlier_lengths += [self.params.gen_length, *new_lengths[:-1]]
         self.params = self.params.with_canvas(new_lengths[-1])
         self.demand = demand_of(self.params, self.request.num_prompt_tokens)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of upstream's `EngineCore` for trainers' calls (weight version, sleep)."""
+"""Patches of upstream's `EngineCore` for trainers' calls (weight version, sleep, adapters)."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.v1.engine import UtilityResult
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackEncoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Worker methods whose results cannot be sent between processes.
 _RETURN_OBJECTS = frozenset({"get_model"})
@@ -17,7 +20,7 @@ DEFAULT = "default"  # upstream's label of weights before a trainer sets one
 
 
 def patch_engine_core() -> None:
-    """Make `sleep` and `collective_rpc` fail early, and pass weight versions to our scheduler."""
+    """Make `sleep` and `collective_rpc` fail early, and exchange facts with our scheduler."""
     set_version, sleep = EngineCore.set_weight_version, EngineCore.sleep
     if hasattr(set_version, "__wrapped__"):
         return
@@ -48,5 +51,21 @@ def patch_engine_core() -> None:
         MsgpackEncoder().encode(UtilityResult(results))
         return results
 
+    EngineCore.add_lora = _settling(EngineCore.add_lora)
+    EngineCore.remove_lora = _settling(EngineCore.remove_lora)
     EngineCore.set_weight_version, EngineCore.sleep = set_and_record, check_and_sleep
     EngineCore.collective_rpc = call_and_check
+
+
+def _settling(call: Callable[..., bool]) -> Callable[..., bool]:
+    """Tell workers first which adapters waiting requests have, and which requests have ended."""
+
+    @functools.wraps(call)
+    def settle_and_call(engine: Any, *args: Any, **options: Any) -> bool:
+        scheduler = engine.scheduler
+        if hasattr(scheduler, "awaited_adapters"):
+            known = list(scheduler.awaited_adapters), list(scheduler.ended)
+            engine.model_executor.collective_rpc("settle_adapters", args=known)
+        return call(engine, *args, **options)
+
+    return settle_and_call

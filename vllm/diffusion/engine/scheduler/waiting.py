@@ -155,7 +155,7 @@ class WaitingLine:
             obstacle = admission.obstacle([r.demand for r in running], item.demand, long=long)
             if obstacle is not None:
                 return obstacle
-        return None if all(gate.reserve(item) for gate in item.gates) else "memory"
+        return next((gate.lacks for gate in item.gates if not gate.reserve(item)), None)
 
 
 def _refusal(item: RequestState, admission: Admission) -> ActivationBudgetError | None:

@@ -129,6 +129,10 @@ class Speculation(StepGuest):
 
     def removed(self, req_id: str) -> None:
         self._drafting.pop(req_id, None)
+        self.forget(req_id)
+
+    def forget(self, req_id: str) -> None:
+        """Drop a request's candidates and drafts."""
         self._latest_candidates.pop(req_id, None)
         self._pages.release(req_id)
 

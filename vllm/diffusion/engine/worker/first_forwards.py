@@ -118,6 +118,9 @@ class FirstForwards(StepGuest):
     def invalidate(self) -> None:
         self._known.clear()
 
+    def forget(self, req_id: str) -> None:
+        self._known.pop(req_id, None)
+
     def removed(self, req_id: str) -> None:
         """Drop a finished request; other requests may still hold the hidden states it shared."""
         self._known.pop(req_id, None)

@@ -166,7 +166,8 @@ def run_body(
     """
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (buffer,) = stages.residual(model.dtype, model.hidden_size)
-    x = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
+    whole = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
+    x = whole if model.adapting is None else model.adapting.watch(whole)
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
 
     num_heads = model.num_heads if plan.layout.keep_queries else 0
@@ -178,8 +179,7 @@ def run_body(
     seconds, first_adapter_row = plan.chunk_seconds, num_rows - inputs.num_adapter_rows
 
     def tables(rows: slice) -> Rotary:
-        row_positions = inputs.positions[rows]
-        return model.rotary(row_positions, scratch) if rotary is None else rotary.rows(rows)
+        return rotary.rows(rows) if rotary else model.rotary(inputs.positions[rows], scratch)
 
     def keys_values(index: int, product: Tensor) -> Chunked[None]:
         layer = model.layers[index]
@@ -204,11 +204,11 @@ def run_body(
             yield seconds.feed_forward
             layer.mlp_stage.feed_forward(x[rows], scratch)
     if to_the_end:
-        return BodyOutputs(x, inputs.positions, rotary, None)
+        return BodyOutputs(whole, inputs.positions, rotary, None)
     product = _projections(model, 0, num_rows, residents)
     yield from keys_values(last, product)
     _, k, v = model.layers[last].attention.split(product)
-    return BodyOutputs(x, inputs.positions, rotary, (k, v))
+    return BodyOutputs(whole, inputs.positions, rotary, (k, v))
 
 
 def run_last_layer(
@@ -224,6 +224,8 @@ def run_last_layer(
     """
     index = len(model.layers) - 1
     layer = model.layers[index]
+    if model.adapting is not None:
+        parts = model.adapting.of_parts(parts)
     for rows, _, layouts, _, num_adapted in parts:
         with scratch.scope("sample rows"):
             buffer, _ = stages.read_rows(model.dtype, model.hidden_size)

@@ -205,6 +205,9 @@ class LongStepRunner(StepGuest):
         if are_replaced:
             self._drop(req_id)
 
+    def forget(self, req_id: str) -> None:
+        self._drop(req_id)
+
     def removed(self, req_id: str) -> None:
         self._drop(req_id)
 

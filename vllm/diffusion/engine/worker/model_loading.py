@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import envs
 from vllm.diffusion.engine.planning import make_planner
+from vllm.diffusion.engine.worker.adapting import AdaptingRunner
 from vllm.diffusion.engine.worker.agreement import Agreement, Barrier
 from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
@@ -37,7 +39,11 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import LoadConfig, VllmConfig
+    from vllm.diffusion.adapters.known_adapters import KnownAdapters
+    from vllm.diffusion.adapters.peft_files import AdapterReader
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import Ranks
 
@@ -134,6 +140,8 @@ def why_no_graphs(model: DiffusionModel, device: torch.device, *, is_eager: bool
     """Return why the layers run without CUDA graphs; None if they run with graphs."""
     if device.type != "cuda":
         return "none (no GPU)"
+    if model.adapting is not None:
+        return "none (--enable-lora)"
     if is_eager:
         return "none (--enforce-eager)"
     if not envs.use_chunkwise_graph():
@@ -152,6 +160,7 @@ def make_runner(
     *,
     has_graphs: bool,
     is_reporting: bool,
+    adapters: tuple[KnownAdapters, AdapterReader] | None = None,
 ) -> DiffusionModelRunner:
     """Create the runner of a loaded model, with the free memory of the device."""
     rates, weighs = rates_of(device, ranks.every), settings_of(vllm_config).weighs_guesses
@@ -160,7 +169,11 @@ def make_runner(
     pool = activation_pool(
         budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
     )
-    return DiffusionModelRunner(
+    make: Callable[..., DiffusionModelRunner] = DiffusionModelRunner
+    if adapters is not None:
+        known, reader = adapters
+        make = partial(AdaptingRunner, adapters=known, reader=reader)
+    return make(
         model,
         make_planner(vllm_config, planning_budget(budget), rates, device),
         pool,

@@ -138,12 +138,17 @@ class StepLoop:
         )
 
     def pause_steps(self) -> StepPause:
+        """Collect the steps in flight, drop work of guests, and run no step until it ends."""
+        pause = self.collect_steps()
+        self._runner.release_memory(even_work=True)
+        return pause
+
+    def collect_steps(self) -> StepPause:
         """Collect the steps in flight, and run no other step until the pause ends."""
         pause = self.step_pause = self.step_pause or StepPause(self._runner, self._results)
         while self._in_flight:
             pause.add(self._collect(self._in_flight.pop(0)))
         self._runner.report_collected()
-        self._runner.release_memory(even_work=True)
         return pause
 
     def _remove_finished(self, req_ids: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.memory import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from vllm.diffusion.engine.messages import (
         DiffusionRunnerOutput,
@@ -45,6 +45,9 @@ class StepPause:
     ) -> None:
         self._runner, self._results = runner, results
         self._settled: list[dict[str, StepResult]] = []  # results for the next messages
+        # Replacements of adapters that the scheduler does not know yet, and their requests.
+        self._renewed_adapters: dict[int, int] = {}
+        self._renewed: set[str] = set()
         self.reason: str | None = None
 
     def add(self, outcomes: Outcomes) -> None:
@@ -56,13 +59,20 @@ class StepPause:
         """Drop cached results, after a change of the weights."""
         self.add(invalidate_results(self._runner))
 
+    def renew(self, number: int, generation: int, req_ids: Collection[str]) -> None:
+        """Drop the results of requests whose adapter was replaced for the `generation`-th time."""
+        self.add(forget_results(self._runner, req_ids))
+        self._renewed_adapters[number] = generation
+        self._renewed.update(req_ids)
+
     def can_resume(self, message: DiffusionSchedulerOutput) -> bool:
         """Whether the pause ends: the scheduler is up to date, and no caller holds the pause."""
-        return not self._settled and self.reason is None and self._is_known(message)
+        is_told = not self._settled and not self._renewed_adapters
+        return is_told and self.reason is None and self._is_known(message)
 
     def admitted(self, message: DiffusionSchedulerOutput) -> list[NewCanvas]:
         """Return the requests to start, without prompts that were computed with other weights."""
-        if self._is_known(message):
+        if self._is_known(message) and not self._renewed_adapters:
             return message.admitted
         return [replace(new, prompt_of=None) for new in message.admitted]
 
@@ -86,6 +96,13 @@ class StepPause:
         if not self._is_known(message):
             canvases = self._runner.canvases.items()
             output.invalidated |= {r: c.count_next_rows() for r, c in canvases if c.has_next}
+        if self._renewed_adapters:
+            canvases = self._runner.canvases.items()
+            renewed = {r: c for r, c in canvases if r in self._renewed and c.has_next}
+            output.invalidated |= {r: c.count_next_rows() for r, c in renewed.items()}
+            output.renewed_adapters |= self._renewed_adapters
+            self._renewed_adapters = {}
+            self._renewed.clear()
         return output
 
     def _is_known(self, message: DiffusionSchedulerOutput) -> bool:
@@ -99,11 +116,28 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
         failures by request: a request that read another request's prompt had no memory for its own
         cache.
     """
-    failures: Outcomes = {}
     runner.epoch += 1
     runner.weight_generation = runner.model.weight_generation
     runner.invalidate()
-    for req_id, canvas in runner.canvases.items():
+    failures = _begin_again(runner, list(runner.canvases))
+    for canvas in runner.canvases.values():
+        canvas.use_weights(runner.weight_generation)
+    return failures
+
+
+def forget_results(runner: DiffusionModelRunner, req_ids: Collection[str]) -> Outcomes:
+    """Drop the cached results of some requests; return failures, as `invalidate_results`."""
+    for guest in runner.guests:
+        for req_id in req_ids:
+            guest.forget(req_id)
+    return _begin_again(runner, req_ids)
+
+
+def _begin_again(runner: DiffusionModelRunner, req_ids: Collection[str]) -> Outcomes:
+    """Make requests compute all positions in their next forward; return failures."""
+    failures: Outcomes = {}
+    for req_id in req_ids:
+        canvas = runner.canvases[req_id]
         window = canvas.window
         try:
             has_none = window.cache is None and canvas.keeps_approximately and canvas.has_next
@@ -113,7 +147,6 @@ def invalidate_results(runner: DiffusionModelRunner) -> Outcomes:
         except OUT_OF_MEMORY as error:
             failures[req_id] = error.with_traceback(None)
         canvas.invalidate()
-        canvas.use_weights(runner.weight_generation)
     return failures
 
 

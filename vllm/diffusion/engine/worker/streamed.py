@@ -75,6 +75,8 @@ def run_streamed(
     in_windows = forward.model.routes_windows
     rounds = rounds_of(parts, division)
     cuts = StageChunks.of(division, plan, parts, in_windows=in_windows)
+    if forward.model.adapting is not None:
+        cuts = StageChunks(*map(forward.model.adapting.announcing, cuts))
     with pool.scope("step"):
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)
@@ -323,7 +325,7 @@ class StreamedForward:
     def _feed_forward(self, index: int, work: list[Chunk]) -> Chunked[None]:
         visiting = self.x.visit([chunk.local for chunk in work], writes=True)
         with self.pool.scope("feed-forward"), closing(visiting) as visits:
-            for x in visits:
+            for _, x in zip(work, visits, strict=True):
                 yield self._seconds.feed_forward
                 self.model.layers[index].mlp_stage.feed_forward(x, self.pool)
 

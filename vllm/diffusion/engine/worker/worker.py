@@ -12,6 +12,8 @@ from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import devices, pages
 from vllm.diffusion.engine.scheduler.paging import most_positions, scratch_pages, without_scratch
 from vllm.diffusion.engine.scheduler.turns import StepLimits
+from vllm.diffusion.engine.worker.adapter_worker import AdapterWorker
+from vllm.diffusion.engine.worker.adapting import AdaptingLoop, load_adapters
 from vllm.diffusion.engine.worker.model_loading import (
     join_ranks,
     load_model,
@@ -22,7 +24,6 @@ from vllm.diffusion.engine.worker.status import build_info, log_build_info, stat
 from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.engine.worker.warm_up import warm_up
-from vllm.diffusion.engine.worker.weight_worker import WeightWorker
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.transformer import fp8_attention_by
@@ -49,7 +50,7 @@ logger = init_logger(__name__)
 _SUMMED_ROWS = 8192
 
 
-class DiffusionWorker(WeightWorker):
+class DiffusionWorker(AdapterWorker):
     """Loads the model and runs denoise steps."""
 
     def init_device(self) -> None:
@@ -92,6 +93,7 @@ class DiffusionWorker(WeightWorker):
             by = fp8_attention_by(device, self.model_config.hf_config.head_dim)
             logger.info("attention of %d positions or more: fp8, by %s", served.fp8_from, by)
         model, self.weights = load_model(self.vllm_config, self.load_config)
+        adapters = load_adapters(self.vllm_config, model)
         agreement = join_ranks(self.ranks, model, device)
         no_graphs = why_no_graphs(model, device, is_eager=self.model_config.enforce_eager)
         self.model_runner = make_runner(
@@ -102,9 +104,11 @@ class DiffusionWorker(WeightWorker):
             agreement,
             has_graphs=no_graphs is None,
             is_reporting=self.is_driver_worker,
+            adapters=adapters,
         )
         self.model_runner.vllm_config = self.vllm_config
-        self.loop = StepLoop(
+        loop = StepLoop if adapters is None else AdaptingLoop
+        self.loop = loop(
             self.model_runner,
             agreement,
             runs_ahead=device.type == "cuda",

@@ -109,6 +109,7 @@ const REASONS = {
   others: "for all other requests to end (force_single_batch)",
   prompt: "for a request that computes the same prompt",
   call: "for the other requests of its call",
+  adapter: "for a slot for its adapter (--max-loras)",
   order: "for earlier requests",
 };
 

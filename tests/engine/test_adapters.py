@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with LoRA adapters get the answers of the merged checkpoint, whoever shares the step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapter_files import (
+    ATTENTION,
+    adaptable,
+    lora_request,
+    merge,
+    named,
+    random_adapter,
+    save_adapter,
+    without_prefix,
+)
+from tests.checkpoints import random_prompt
+from tests.engine.harness import (
+    BLOCKS,
+    Engine,
+    Request,
+    Response,
+    running,
+    sampling_params,
+    speculating,
+    to_answer,
+    tokens,
+)
+
+GAIN = 0.5  # of the adapters' matrices, so that they change most tokens
+SHORT: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
+FULL = ("mha", "gqa", "padded_vocab", "bias", "tied", "qk_norm", "scaled", "grouped", "dream")
+FULL_WITH_EXPERTS = ("moe", "moe_fused", "moe_dense_mix", "diffullama")
+IN_BLOCKS = (
+    *("sdar", "sdar_tied", "sdar_moe_mix", "llada2", "llada2_dense_first", "llada2_all_experts"),
+    *("llada22", "stable_diffcoder", "nemotron", "fast_dllm"),
+)
+
+
+def ask(engine: Engine, asks: Sequence[Request], adapters: Any = None) -> list[Response]:
+    """Run requests together; `adapters` is one for all of them, or a list with one for each."""
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": list(one.prompt)} for one in asks],
+        [sampling_params(one) for one in asks],
+        use_tqdm=False,
+        lora_request=adapters,
+    )
+    return [to_answer(output) for output in outputs]
+
+
+def scores_of(engine: Engine, prompt: list[int], adapter: Any) -> torch.Tensor:
+    """Return the log probabilities of all ordinary tokens at some positions of a sequence."""
+    score = {"positions": [8, 9, 13], "token_ids": [list(range(245))] * 3}
+    (output,) = engine.llm.generate(
+        [{"prompt_token_ids": prompt}],
+        sampling_params(Request(prompt, {"score": score})),
+        use_tqdm=False,
+        lora_request=adapter,
+    )
+    return torch.tensor(output.kv_transfer_params["dllm"]["scores"]["logprobs"])
+
+
+@pytest.fixture(scope="module")
+def adapter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that writes a random adapter for a checkpoint."""
+
+    def make(checkpoint: Path, *, rank: int = 8, seed: int = 0, **more: Any) -> Path:
+        options = {key: more.pop(key) for key in ("modules", "ranks", "gain") if key in more}
+        options.setdefault("gain", GAIN)
+        tensors = random_adapter(checkpoint, rank=rank, seed=seed, **options)
+        return save_adapter(tmp_path_factory.mktemp("adapter"), tensors, rank=rank, **more)
+
+    return make
+
+
+def merged_answers(
+    checkpoint: Path, adapter: Path, target: Path, asks: Sequence[Request]
+) -> list[Response]:
+    with running(merge(checkpoint, adapter, target)) as engine:
+        return ask(engine, asks)
+
+
+@pytest.mark.parametrize("name", [*FULL, *FULL_WITH_EXPERTS, *IN_BLOCKS])
+def test_every_family_answers_as_merged(
+    name: str, checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
+) -> None:
+    """All matrices, then attention alone; two requests with other prompts share each step."""
+    folder = checkpoint(name)
+    seeded = {**BLOCKS, "seed": 5}  # some families draw by default
+    asks = [Request(random_prompt(20), seeded), Request(random_prompt(7, seed=1), SHORT)]
+    everything = adapter_of(folder, rank=8)
+    attention = adapter_of(folder, rank=4, seed=1, modules=named(*ATTENTION))
+    wanted = {
+        path: merged_answers(folder, path, tmp_path / path.name, asks)
+        for path in (everything, attention)
+    }
+    prompt = random_prompt(20, seed=2)
+    with running(folder, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
+        plain = ask(engine, asks)
+        for number, (path, answers) in enumerate(wanted.items(), 1):
+            adapter = lora_request(path.name, number, path)
+            assert tokens(ask(engine, asks, adapter)) == tokens(answers)
+            assert tokens(answers) != tokens(plain)
+        assert tokens(ask(engine, asks)) == tokens(plain)
+        scores = scores_of(engine, prompt, lora_request(everything.name, 1, everything))
+        assert engine.is_idle()
+    with running(tmp_path / everything.name) as engine:
+        expected = scores_of(engine, prompt, None)
+    assert (scores - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("module", ["q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj"])
+def test_each_matrix_alone(
+    module: str, checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
+) -> None:
+    folder = checkpoint("gqa")
+    path = adapter_of(folder, modules=named(module), gain=1.0)
+    asks = [Request(random_prompt(20), SHORT)]
+    wanted = merged_answers(folder, path, tmp_path / "merged", asks)
+    with running(folder, enable_lora=True) as engine:
+        assert tokens(ask(engine, asks, lora_request("a", 1, path))) == tokens(wanted)
+
+
+@pytest.mark.parametrize("is_head", [False, True], ids=["mlp", "head"])
+def test_the_two_modules_with_the_same_last_name(
+    is_head: bool, checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
+) -> None:
+    """In LLaDA `ff_out` is the last matrix of each MLP, and the head."""
+    folder = checkpoint("gqa")
+    head = "model.transformer.ff_out"
+    path = adapter_of(
+        folder, modules=lambda name: name.endswith("ff_out") and (name == head) == is_head
+    )
+    asks = [Request(random_prompt(20), SHORT)]
+    wanted = merged_answers(folder, path, tmp_path / "merged", asks)
+    with running(folder, enable_lora=True) as engine:
+        assert tokens(ask(engine, asks, lora_request("a", 1, path))) == tokens(wanted)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"v_proj": 4, "blocks.1.up_proj": 2},
+        "alpha_pattern": {"q_proj": 4, "attn_out": 32},
+        "ranks": {"v_proj": 4, "blocks.1.up_proj": 2},
+    },
+    "some layers": {"modules": lambda name: ".blocks.1." in name},
+    "rank 1": {"rank": 1},
+    "the highest rank": {"rank": 16},
+    "pickled": {"file": "adapter_model.bin"},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_form_of_an_adapter(
+    case: dict[str, Any], checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
+) -> None:
+    folder = checkpoint("mha")
+    path = adapter_of(folder, **case)
+    asks = [Request(random_prompt(20), SHORT)]
+    wanted = merged_answers(folder, path, tmp_path / "merged", asks)
+    with running(folder, enable_lora=True) as engine:
+        assert tokens(ask(engine, asks, lora_request("a", 1, path))) == tokens(wanted)
+
+
+def test_names_of_tensors_and_narrow_dtypes(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Names may lack PEFT's prefix or have an adapter's name; numbers may be rounded."""
+    folder = checkpoint("mha")
+    tensors = {k: t.bfloat16() for k, t in random_adapter(folder, gain=GAIN).items()}
+    bare = without_prefix(tensors.items())
+    with_name = {k.replace(".weight", ".default.weight"): t for k, t in tensors.items()}
+    paths = [
+        save_adapter(tmp_path / f"form {i}", t) for i, t in enumerate((tensors, bare, with_name))
+    ]
+    asks = [Request(random_prompt(20), SHORT)]
+    wanted = merged_answers(folder, paths[0], tmp_path / "merged", asks)
+    with running(folder, enable_lora=True, max_cpu_loras=3) as engine:
+        for number, path in enumerate(paths, 1):
+            answers = ask(engine, asks, lora_request(path.name, number, path))
+            assert tokens(answers) == tokens(wanted)
+
+
+@pytest.fixture(scope="module")
+def parts(checkpoint: Callable[[str], Path], adapter_of: Any) -> tuple[Path, list[Path]]:
+    """Return a checkpoint and three adapters for it, of other modules and ranks."""
+    folder = checkpoint("gqa")
+    paths = [
+        adapter_of(folder, rank=8, seed=1),
+        adapter_of(folder, rank=4, seed=2, modules=named(*ATTENTION)),
+        adapter_of(folder, rank=16, seed=3, modules=named("up_proj", "ff_out")),
+    ]
+    return folder, paths
+
+
+ALGORITHMS: list[tuple[int, dict[str, Any]]] = [
+    (20, BLOCKS),
+    (9, {**SHORT, "cache": "dual"}),
+    (13, {**SHORT, "cache": "prefix"}),
+    (11, {**SHORT, "cache": "delayed", "algorithm": "multi_block", "steps": None}),
+    (20, {**SHORT, "cfg_scale": 0.7}),
+    (7, {"gen_length": 32, "block_length": 16, "threshold": 0.7}),
+    (15, {**SHORT, "cache": "frozen"}),
+    (12, {**SHORT, "temperature": 0.8, "seed": 7}),
+]
+
+
+@pytest.fixture(scope="module")
+def mixed(parts: tuple[Path, list[Path]]) -> Iterator[tuple[Engine, list[Any]]]:
+    """Return an engine with two slots, and three adapters."""
+    folder, paths = parts
+    with running(folder, enable_lora=True, max_loras=2, max_cpu_loras=3) as engine:
+        yield engine, [lora_request(f"a{n}", n, path) for n, path in enumerate(paths, 1)]
+
+
+def test_requests_with_other_adapters_share_steps(
+    mixed: tuple[Engine, list[Any]], parts: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    engine, adapters = mixed
+    folder, paths = parts
+    asks = [
+        Request(random_prompt(length, seed=length), parameters) for length, parameters in ALGORITHMS
+    ]
+    asks = [one for one in asks for _ in range(3)]
+    chosen = [None, *adapters[:2]] * len(ALGORITHMS)
+    together = ask(engine, asks, chosen)
+    for index, adapter in enumerate((None, *adapters[:2])):
+        own = asks[index::3]
+        with running(
+            merge(folder, paths[index - 1], tmp_path / str(index)) if adapter else folder
+        ) as e:
+            assert tokens(together[index::3]) == tokens(ask(e, own))
+    assert engine.is_idle()
+
+
+def test_more_adapters_than_slots(mixed: tuple[Engine, list[Any]]) -> None:
+    """Requests wait for a slot, and none starves."""
+    engine, adapters = mixed
+    asks = [Request(random_prompt(10, seed=n), SHORT) for n in range(12)]
+    chosen = [adapters[n % 3] for n in range(12)]
+    alone = [ask(engine, [one], adapter)[0] for one, adapter in zip(asks, chosen, strict=True)]
+    assert tokens(ask(engine, asks, chosen)) == tokens(alone)
+    assert engine.is_idle()
+
+
+def test_drafts_use_the_adapter(mixed: tuple[Engine, list[Any]]) -> None:
+    engine, adapters = mixed
+    asks = [
+        Request(random_prompt(20), BLOCKS),
+        Request(random_prompt(9), {**SHORT, "cache": "dual"}),
+    ]
+    for most in (1, 4):
+        both = [adapters[0], None]
+        plain, drafted = ask(engine, asks, both), ask(engine, speculating(asks, most), both)
+        assert [a.token_ids for a in drafted] == [a.token_ids for a in plain]
+        assert [a.num_steps for a in drafted] == [a.num_steps for a in plain]
+
+
+def test_several_answers_share_a_prompt_only_under_one_adapter(
+    mixed: tuple[Engine, list[Any]],
+) -> None:
+    engine, adapters = mixed
+    for cache in ("none", "dual", "frozen"):
+        extra = {**SHORT, "temperature": 0.9, "cache": cache, "ignore_eos": True}
+        one = Request(random_prompt(200, seed=3), extra, {"n": 2, "temperature": 0.9})
+
+        def answers(*chosen: Any, one: Request = one) -> list[list[list[int]]]:
+            outputs = engine.llm.generate(
+                [{"prompt_token_ids": one.prompt}] * len(chosen),
+                [sampling_params(one) for _ in chosen],
+                use_tqdm=False,
+                lora_request=list(chosen),
+            )
+            return [[list(choice.token_ids) for choice in o.outputs] for o in outputs]
+
+        together = answers(adapters[0], adapters[1])
+        assert together == [*answers(adapters[0]), *answers(adapters[1])]
+        assert together[0] != together[1]
+
+
+def test_an_adapter_of_zeros_changes_nothing(
+    mixed: tuple[Engine, list[Any]], parts: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    engine, _ = mixed
+    tensors = random_adapter(parts[0], rank=4)
+    zeros = {k: t * 0 if "lora_B" in k else t for k, t in tensors.items()}
+    path = save_adapter(tmp_path / "zeros", zeros, rank=4)
+    asks = [Request(random_prompt(20), BLOCKS)]
+    assert tokens(ask(engine, asks, lora_request("zeros", 9, path))) == tokens(ask(engine, asks))
+
+
+def test_the_adaptable_matrices_are_those_of_the_checkpoint(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    from tests.engine.harness import engine_config
+    from vllm.diffusion.adapters.matrices import Matrices
+
+    for name in ("gqa", "tied", "dream", "moe_dense_mix", "llada2_dense_first", "nemotron"):
+        folder = checkpoint(name)
+        matrices = Matrices(engine_config(folder).model_config.hf_config)
+        shapes = {n: (m.num_rows, m.num_columns) for n, m in matrices.all.items()}
+        assert shapes == adaptable(folder)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A projection that also multiplies by the adapters of its rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.diffusion import ops
+from vllm.diffusion.core import stages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.adapters.adapted_rows import AdaptedRows
+    from vllm.diffusion.adapters.slot_memory import ProductSlots
+    from vllm.diffusion.core.buffers import Buffer, Buffers
+
+ALL = slice(None)
+
+
+class AdaptedProjection(ops.Projection):
+    """A projection, and the products of the adapters that its current rows use.
+
+    Rows without an adapter get exactly the numbers of the projection alone.
+
+    Args:
+        base: the projection of the checkpoint's weight.
+        slots: the adapters' matrices.
+        adapted: the current rows.
+        columns: number of columns of the product.
+    """
+
+    can_slice = True
+
+    def __init__(
+        self, base: ops.Projection, slots: ProductSlots, adapted: AdaptedRows, columns: int
+    ) -> None:
+        self._base, self._slots, self._adapted = base, slots, adapted
+        self._columns = columns
+
+    @property
+    def stored(self) -> Tensor | None:
+        return self._base.stored
+
+    def precedes(self, following: ops.Projection) -> None:
+        self._base.precedes(following)
+
+    def matrix(self, columns: slice) -> Tensor | None:
+        return None if self._is_used else self._base.matrix(columns)
+
+    @classmethod
+    def workspace(cls, use: Any, matrix: Any) -> Any:
+        """Refuse the call: plans ask the class of the checkpoint's projection instead."""
+        raise NotImplementedError("wanted the workspace of the checkpoint's projection")
+
+    def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Any:
+        return self._base.rows(buffer, num_rows, scratch)
+
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        self._base.project(x, out, scratch, columns)
+        self._add(x, out, columns=columns)
+
+    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+        if not self._is_used:
+            self._base.gated(x, out, scratch)
+            return
+        # The adapters change gate and up before silu(gate) * up, so both must be stored.
+        gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
+        self.project(x, gate_up, scratch)
+        ops.silu_mul(gate_up, out=out)
+
+    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        self._base.multiply(h, out, scratch, features)
+        self._add(h, out, features=features)
+
+    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        self._base.add_to(x, h, scratch, features)
+        self._add(h, x, features=features)
+
+    @property
+    def _is_used(self) -> bool:
+        """Whether an adapter of the current rows changes this product."""
+        return any(self._slots.terms(run.slot) for run in self._adapted.runs)
+
+    def _add(self, x: Tensor, out: Tensor, columns: slice = ALL, features: slice = ALL) -> None:
+        """Add the products of the adapters to `out`.
+
+        Args:
+            x: [R, features], the current rows.
+            out: [R, columns], written.
+            columns: columns of the product that `out` has.
+            features: features that x has.
+        """
+        first, end, _ = columns.indices(self._columns)
+        for slot, start, stop in self._adapted.runs:
+            for term in self._slots.terms(slot):
+                left, right = max(term.columns.start, first), min(term.columns.stop, end)
+                if left < right:
+                    offset = term.columns.start
+                    add_low_rank(
+                        x[start:stop],
+                        term.down[:, features],
+                        term.up[left - offset : right - offset],
+                        term.scale,
+                        out[start:stop, left - first : right - first],
+                    )
+
+
+def add_low_rank(x: Tensor, down: Tensor, up: Tensor, scale: float, out: Tensor) -> None:
+    """Add scale * x down^T up^T to `out` in place, with sums in fp32 and one rounding.
+
+    Args:
+        x: [R, in].
+        down: [r, in].
+        up: [columns, r].
+        scale: factor of the product.
+        out: [R, columns], written.
+    """
+    low = torch.mm(x.float(), down.float().t()).mul_(scale)
+    delta = torch.mm(low, up.float().t())
+    if out.dtype == torch.float32:
+        out.add_(delta)
+    else:
+        out.copy_(delta.add_(out))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server's flags say about adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.adapters.matrices import Matrices
+from vllm.diffusion.adapters.peft_files import AdapterReader
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.lora import LoRAConfig
+
+logger = init_logger(__name__)
+
+_NO_TOWER = "wanted none: there is neither tower nor classifier"
+# Flags of upstream that have no meaning here: attribute, what is wanted instead.
+_REFUSED = {
+    "enable_mixed_moe_lora_format": "wanted false: experts take no adapters",
+    "enable_moe_shared_loras": "wanted false: experts take no adapters",
+    "enable_tower_connector_lora": _NO_TOWER,
+    "default_mm_loras": _NO_TOWER,
+    "max_lora_cls_labels": _NO_TOWER,
+}
+_WITHOUT_EFFECT = ("fully_sharded_loras", "specialize_active_lora")
+
+
+def check_flags(vllm_config: VllmConfig, num_sequence_ranks: int) -> None:
+    """Refuse flags about adapters that cannot be served.
+
+    Args:
+        vllm_config: configuration of the engine, with adapters or without.
+        num_sequence_ranks: ranks that divide the rows of a step.
+
+    Raises:
+        ServerConfigError: naming the flag.
+    """
+    lora, model = vllm_config.lora_config, vllm_config.model_config
+    if lora is None:
+        return
+    if lora.lora_dtype not in (None, "auto", model.dtype):
+        given = str(lora.lora_dtype).removeprefix("torch.")
+        raise ServerConfigError(
+            f"lora_dtype: given {given}; wanted auto: adapters have the model's dtype"
+        )
+    for name, wanted in _REFUSED.items():
+        value = getattr(lora, name, None)
+        if value:
+            raise ServerConfigError(f"{name}: given {_shown(value)}; {wanted}")
+    ignored = [name for name in _WITHOUT_EFFECT if getattr(lora, name, False)]
+    if ignored:
+        logger.info(
+            "%s: without effect: adapters need no further sum over ranks", ", ".join(ignored)
+        )
+    names = Matrices(model.hf_config).last_names
+    unknown = [name for name in lora.target_modules or () if name not in names]
+    if unknown:
+        raise ServerConfigError(
+            f"lora_target_modules: given {unknown[0]!r}; wanted some of {', '.join(names)}"
+        )
+    sizes = {
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        "sequence_parallel_size": num_sequence_ranks,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ServerConfigError(
+                f"{name}: given {size}; wanted 1 with enable_lora: adapters are not divided"
+            )
+
+
+def reader_of(vllm_config: VllmConfig) -> AdapterReader | None:
+    """Return the reader of a server's adapters; None without `enable_lora`."""
+    lora, model = vllm_config.lora_config, vllm_config.model_config
+    if lora is None:
+        return None
+    return AdapterReader(matrices_of(lora, model.hf_config), lora.max_lora_rank, model.dtype)
+
+
+def matrices_of(lora: LoRAConfig, config: Any) -> Matrices:
+    """Return the matrices that a server's adapters may change."""
+    return Matrices(config, lora.target_modules)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

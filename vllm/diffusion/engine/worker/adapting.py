@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of requests with LoRA adapters, in engines that have them.
+
+The runner announces which slot each request's rows use; everything else is in
+`vllm.diffusion.adapters`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.diffusion.adapters.adapted_rows import AdaptedRows, StepSlots
+from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
+from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
+from vllm.diffusion.adapters.slot_memory import SlotMemory
+from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.worker.forward import ForwardPass
+from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+from vllm.diffusion.engine.worker.step_loop import StepLoop
+from vllm.diffusion.memory.plan import readable
+from vllm.diffusion.models.adapted_layers import install_adapters
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from vllm.config import VllmConfig
+    from vllm.diffusion.adapters.peft_files import AdapterReader
+    from vllm.diffusion.core.samples import Samples
+    from vllm.diffusion.decoding import BatchedCommit, Candidates
+    from vllm.diffusion.engine.messages import (
+        DiffusionRunnerOutput,
+        DiffusionSchedulerOutput,
+        NewCanvas,
+    )
+    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
+    from vllm.diffusion.engine.worker.runner import Outcomes
+    from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
+    from vllm.diffusion.engine.worker.step_memory import Step
+    from vllm.diffusion.memory import HostBuffers, Plan
+    from vllm.diffusion.models.base import DiffusionModel
+    from vllm.diffusion.ops import Array
+    from vllm.lora.request import LoRARequest
+
+logger = init_logger(__name__)
+
+
+class AdaptingRunner(DiffusionModelRunner):
+    """A runner whose requests may have adapters.
+
+    Args:
+        adapters: the adapters of this rank.
+        reader: reads further adapters.
+    """
+
+    def __init__(
+        self, *args: Any, adapters: KnownAdapters, reader: AdapterReader, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.adapters, self.reader = adapters, reader
+        self.adapted = AdaptedRows() if self.model.adapting is None else self.model.adapting
+        self.forward = AdaptingForward(self)
+        self.join(AdapterGuest)
+
+    def chunks(
+        self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
+    ) -> Chunked[torch.Tensor]:
+        work = super().chunks(rows, plan, host, body)
+        return self.adapted.computing(self.slots_of(rows.batch), work)
+
+    def slots_of(self, batch: StepBatch) -> StepSlots:
+        """Return the slots that the rows of a step use."""
+        slots = [self.adapters.slot_of_request(item.req_id) for item in batch.items]
+        if not any(slot is not None for slot in slots):
+            return StepSlots(tuple(slots))
+        pairs = zip(batch.items, batch.packing.windows, strict=True)
+        counts = [item.window.num_sequences * window.num_rows for item, window in pairs]
+        return StepSlots.of(slots, np.cumsum(counts).tolist())
+
+
+class AdaptingForward(ForwardPass):
+    """A forward pass that samples rows with adapters."""
+
+    def __init__(self, runner: AdaptingRunner) -> None:
+        super().__init__(runner.model, runner.pool, runner.caches, runner.ranks)
+        self._runner = runner
+
+    def sampled(
+        self,
+        rows: SampleRows,
+        part: SamplePart[Array],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> Samples[torch.Tensor]:
+        step = self._runner.slots_of(rows.batch)
+        with self._runner.adapted.sampling(step, part.pieces):
+            return super().sampled(rows, part, positions, hidden)
+
+
+class AdapterGuest(StepGuest):
+    """Gives each request its adapter from its start to its end."""
+
+    def __init__(self, runner: DiffusionModelRunner) -> None:
+        super().__init__(runner)
+        assert isinstance(runner, AdaptingRunner)
+        self._reader, self._adapters = runner.reader, runner.adapters
+
+    def started(self, canvas: Canvas, new: NewCanvas) -> None:
+        if new.adapter is not None:
+            self._adapters.start(new.req_id, source_of(new.adapter, self._reader))
+
+    def removed(self, req_id: str) -> None:
+        self._adapters.end(req_id)
+
+    def collected(
+        self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
+    ) -> None:
+        if any(item.req_id in self._adapters.running for item in step.batch.items):
+            self._adapters.news.num_steps += 1
+
+    def output_fields(self) -> dict[str, Any]:
+        fields, report = dict[str, Any](), self._adapters.take_report()
+        if report is not None:
+            fields["adapter_report"] = report
+        if self._adapters.renewed:
+            fields["renewed_adapters"], self._adapters.renewed = self._adapters.renewed, {}
+        return fields
+
+    def status(self) -> dict[str, Any]:
+        return {"adapters": self._adapters.status()}
+
+
+class AdaptingLoop(StepLoop):
+    """A loop that knows which adapters will be needed."""
+
+    def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
+        runner = self._runner
+        assert isinstance(runner, AdaptingRunner)
+        starting = {new.adapter.lora_int_id for new in message.admitted if new.adapter is not None}
+        runner.adapters.awaited = message.awaited_adapters | starting
+        runner.adapters.forget_removed()
+        return super().execute(message)
+
+
+def source_of(request: LoRARequest, reader: AdapterReader) -> Source:
+    """Return where the adapter of a request comes from.
+
+    Trainers send subclasses with the tensors (`lora_tensors`) and the configuration
+    (`peft_config`) in memory.
+    """
+    name, path = request.lora_name, request.lora_path
+    tensors = getattr(request, "lora_tensors", None)
+    if tensors is None:
+        return Source(request.lora_int_id, name, path, partial(reader.read, name, path))
+    config = getattr(request, "peft_config", None) or {}
+    read = partial(reader.take, name, config, tensors)
+    return Source(request.lora_int_id, name, path, read, has_tensors=True)
+
+
+def load_adapters(
+    vllm_config: VllmConfig, model: DiffusionModel
+) -> tuple[KnownAdapters, AdapterReader] | None:
+    """Allocate the slots of a loaded model; None without `enable_lora`."""
+    lora, reader = vllm_config.lora_config, reader_of(vllm_config)
+    if lora is None or reader is None:
+        return None
+    slots = SlotMemory(
+        matrices_of(lora, model.config),
+        lora.max_loras,
+        lora.max_lora_rank,
+        dtype=model.dtype,
+        device=model.rotary_frequencies.device,
+    )
+    install_adapters(model, slots)
+    logger.info(
+        "adapters: %d slots of rank %d, %s each",
+        lora.max_loras,
+        lora.max_lora_rank,
+        readable(slots.slot_bytes),
+    )
+    return KnownAdapters(lora.max_cpu_loras or lora.max_loras, slots), reader

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds the adapters' products to a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.adapters.adapted_projection import AdaptedProjection
+from vllm.diffusion.adapters.adapted_rows import AdaptedRows
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.layers.mlp import GatedMLP
+
+if TYPE_CHECKING:
+    from vllm.diffusion import ops
+    from vllm.diffusion.adapters.slot_memory import SlotMemory
+    from vllm.diffusion.models.base import DiffusionModel
+
+
+def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
+    """Make a model's products add those of the adapters in `slots`; before the first step.
+
+    Products that no adapter may change stay as they are.
+
+    Raises:
+        ServerConfigError: the model multiplies quantised rows.
+    """
+    adapted = model.adapting = AdaptedRows()
+
+    def wrapped(base: ops.Projection, path: str, columns: int) -> ops.Projection:
+        product = slots.products.get(path)
+        if product is None:
+            return base
+        if base.quantises:
+            raise ServerConfigError(
+                "quantization: given one that multiplies rows of fp8; wanted another one with "
+                "enable_lora: adapters multiply rows of the model dtype"
+            )
+        return AdaptedProjection(base, product, adapted, columns)
+
+    def wrapped_mlp(mlp: GatedMLP, path: str) -> GatedMLP:
+        return replace(
+            mlp,
+            gate_up_proj=wrapped(mlp.gate_up_proj, f"{path}.gate_up_proj", 2 * mlp.width),
+            down_proj=wrapped(mlp.down_proj, f"{path}.down_proj", model.hidden_size),
+        )
+
+    for index, layer in enumerate(model.layers):
+        path, attention = f"model.layers.{index}", layer.attention
+        qkv_columns = attention.query_width + 2 * attention.key_width
+        layer.attention = replace(
+            attention,
+            qkv_proj=wrapped(attention.qkv_proj, f"{path}.self_attn.qkv_proj", qkv_columns),
+            out_proj=wrapped(attention.out_proj, f"{path}.self_attn.o_proj", model.hidden_size),
+        )
+        stage = layer.mlp_stage
+        if isinstance(stage, GatedMLP):
+            layer.mlp_stage = wrapped_mlp(stage, f"{path}.mlp")
+        elif stage.shared is not None:
+            shared = wrapped_mlp(stage.shared, f"{path}.mlp.shared_experts")
+            layer.mlp_stage = replace(stage, shared=shared)
+    model.head = wrapped(model.head, "lm_head", model.num_columns)
