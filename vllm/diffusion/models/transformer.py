@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion import ops
+    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import Span
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.layers.fp8_attention import Fp8Attention
@@ -74,6 +75,17 @@ class DiffusionLayer(nn.Module):
         """The feed-forward stage; available after the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
 
+    def feed_forward(self, x: Tensor, buffers: Buffers, is_block: Tensor | None = None) -> None:
+        """Run the feed-forward stage on rows x [R, D], in place.
+
+        Args:
+            x: the residual stream.
+            buffers: scratch memory.
+            is_block: [R] bool, whether a row belongs to a block that is denoised; None if all do,
+                or if the layer computes all rows in the same way.
+        """
+        self.mlp_stage.feed_forward(x, buffers)
+
     def destinations(self, path: str) -> dict[str, Destination]:
         """Return the destination of each module of a checkpoint's layer, by Llama's names."""
         norms = ("input_layernorm", "post_attention_layernorm")
@@ -89,7 +101,11 @@ class Transformer(nn.Module):
     """Embedding, layers and last norm."""
 
     def __init__(
-        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        config: DiffusionConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        layer_class: type[DiffusionLayer] = DiffusionLayer,
     ) -> None:
         super().__init__()
         self.embed_tokens = without_weight_packing(
@@ -101,7 +117,7 @@ class Transformer(nn.Module):
             )
         )
         self.layers = nn.ModuleList(
-            DiffusionLayer(config, index, quant_config, f"{prefix}.layers.{index}")
+            layer_class(config, index, quant_config, f"{prefix}.layers.{index}")
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -141,9 +157,10 @@ def run_whole(
     layers: Sequence[DiffusionLayer],
     x: Tensor,
     rotary: Rotary,
-    span: Span,
+    spans: Sequence[Span],
     *,
     fp8_attention: bool = False,
+    is_block: Tensor | None = None,
 ) -> Tensor:
     """Run all layers on all rows in one chunk per stage, as upstream calls models; return x.
 
@@ -151,10 +168,11 @@ def run_whole(
         layers: the layers.
         x: [T, D], embeddings of one sequence, updated in place.
         rotary: rotary table rows of its positions.
-        span: all rows, and the keys that they read.
+        spans: all rows, and the keys that they read.
         fp8_attention: whether attention is fp8, as in forwards of long sequences.
+        is_block: as in `DiffusionLayer.feed_forward`.
     """
-    buffers, layout = FreshBuffers(x.device), AttentionLayout.of([span], x.device)
+    buffers, layout = FreshBuffers(x.device), AttentionLayout.of(spans, x.device)
     for layer in layers:
         attention = layer.attention
         if fp8_attention:
@@ -166,7 +184,7 @@ def run_whole(
         attention.keys_values(x, rotary, product, buffers)
         q, k, v = attention.split(product)
         attention.attend(x, rotary, [KeySource(k, v, layout)], q, buffers)
-        layer.mlp_stage.feed_forward(x, buffers)
+        layer.feed_forward(x, buffers, is_block)
     return x
 
 

@@ -69,6 +69,11 @@ _IGNORED_IF_UNUSED = (
     *("steps", "block_length", "temperature", "remasking"),
     *(*NO_FILTERS, "thinking_token_budget"),
 )
+# Fields that have no meaning, or no implementation, without a mask token.
+_NOT_OF_OPEN = (
+    *("mask_id", "logits_eos_inf", "confidence_dtype", "stream_canvas", "return_trajectory"),
+    "complete_blocks",
+)
 # Keys of the values of a request that are no fields.
 _NO_FIELDS = frozenset(
     {
@@ -223,6 +228,8 @@ def decide(
     _check_prompt(prompt_token_ids, model, request.values["allow_infill"])
     if score is None:
         _check_infill(request)
+    if model.family.is_open:
+        _check_open(request, spec, score)
     if spec is not None:
         request.guide = _guide(spec, request, stop_token_ids)
     request.lengths = decide_lengths(request)
@@ -548,6 +555,23 @@ def _check_infill(request: Request) -> None:
     if request.given.get("allow_infill") and family.has_causal_context:
         wanted = f"wanted false: a model of family {family.name} reads a prompt causally"
         raise InvalidParameterError("allow_infill", True, wanted)
+
+
+def _check_open(request: Request, spec: Spec | None, score: Any) -> None:
+    """Refuse what a family without a mask token does not support."""
+    family = f"a model of family {request.model.family.name}"
+    if score is not None:
+        raise InvalidParameterError(SCORE, score, f"wanted none: {family} computes no likelihoods")
+    if spec is not None:
+        raise InvalidParameterError(spec.field, spec.value, f"wanted none: {family} has no formats")
+    if request.logprobs is not None or request.logprob_token_ids:
+        wanted = f"wanted none: {family} reports no log probabilities"
+        raise InvalidParameterError("logprobs", request.logprobs, wanted)
+    for name in _NOT_OF_OPEN:
+        default = BY_NAME[name].default
+        if request.given.get(name, default) != default:
+            wanted = f"wanted it left out: {family} does not use it"
+            raise InvalidParameterError(name, request.given[name], wanted)
 
 
 def _check_thinking(request: Mapping[str, Any], model: ServedModel) -> None:
