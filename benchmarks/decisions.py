@@ -4,7 +4,7 @@
 
     benchmarks/decisions.py [--family llada] [--rows 512 128] [--clients 64] [--calls 640]
         [--output-dir results/decisions]
-    benchmarks/decisions.py --questions 20 40 --format short [--clients 64]
+    benchmarks/decisions.py --questions 20 40 --format short [--clients 64] [--quantization fp8]
 
 The server has a released shape and random weights. These rates are measured, in this order:
 
@@ -124,9 +124,10 @@ class Server:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
-    eager = ["--enforce-eager"] if options.eager else []
     more = ["--load-format", "dummy", "--dtype", options.dtype, "--max-model-len", 4096]
-    more += ["--served-model-name", "m", "--disable-uvicorn-access-log", *eager]
+    more += ["--served-model-name", "m", "--disable-uvicorn-access-log"]
+    more += ["--enforce-eager"] if options.eager else []
+    more += ["--quantization", options.quantization] if options.quantization else []
     with (
         harness.checkpoint_of(options) as folder,
         model_server(folder, options.output_dir / "server.log", *more) as url,
@@ -139,6 +140,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("decisions", __doc__)
     parser.shape("llada", ("llada", "dream", "llada-moe"), takes_model=True)
+    parser.option("--quantization", None, "fp8, int4 or nf4")
     parser.option("--rows", [512, 128], "of a decision")
     parser.option("--clients", 64, "how many at a time, beside one")
     parser.option("--calls", 640, "of a row with --clients clients")
