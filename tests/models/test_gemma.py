@@ -64,7 +64,7 @@ def our_logits(model: Any, prompt: Tensor, canvas: Tensor, soft: Tensor | None) 
     ]
     is_block = torch.arange(len(ids)) >= start
     rotary = model.rotary(torch.arange(len(ids)))
-    x = run_whole(model.layers, x, rotary, spans, is_block=is_block)
+    x = run_whole(model.layers, x, rotary, spans, marks=[is_block])
     return model.compute_logits(model.final_norm(x))
 
 

@@ -31,6 +31,7 @@ class EntropyBound(DecodingRule):
     """Accepts positions while the sum of the entropies before them is at most a bound.
 
     Attributes:
+        start, step: start of the current canvas, and number of its steps so far.
         note_logits: receives the logits [R, V] fp32 at the step's temperature, and the canvas
             positions [R]; None if nothing needs them.
     """
@@ -44,8 +45,8 @@ class EntropyBound(DecodingRule):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self.note_logits: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        self.start = prompt_length  # of the current canvas
-        self.step = 0  # of the current canvas
+        self.start = prompt_length
+        self.step = 0
         self._num_steps = params.steps_per_block or 1
         self._most_likely: list[Array] = []  # tokens of the latest steps of the canvas
         self._end = prompt_length + params.gen_length

@@ -15,12 +15,12 @@ from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.devices import num_multiprocessors
 from vllm.diffusion.core.spans import HeadGroup
-from vllm.diffusion.layers.attention_backends import PLAIN, AttentionKind, attend, reads_pages
+from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -43,7 +43,7 @@ class SelfAttention:
     also work on one group of heads at a time, if weights can be sliced and no norm spans all heads.
     `q_norm` and `k_norm` are both given or both None: `RMSNorm` for a model that norms each head
     [hd], `AllHeadsRMSNorm` for a model that norms all heads together. `clip` limits the
-    projections' elements, before the norms. `kind` has the scale and the window of attention.
+    projections' elements, before the norms. `kernel` computes attention to one source.
     """
 
     norm: RMSNorm
@@ -56,7 +56,7 @@ class SelfAttention:
     k_norm: RMSNorm | None = None
     clip: float | None = None
     adapter: OutputAdapter | None = None
-    kind: AttentionKind = PLAIN
+    kernel: Callable[..., Tensor] = attend
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -87,11 +87,7 @@ class SelfAttention:
             normed = self.normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
             self.project(normed, slice(-out.shape[1], None), out, buffers)
             q, k, v = self.split(out)
-            self.finish_values(v)
             self.rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
-
-    def finish_values(self, v: Tensor) -> None:
-        """Change the projected values [R, KV, hd] in place; most models do not."""
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """Split `product` into views: queries [R, H, hd] or None, keys and values [R, KV, hd].
@@ -163,11 +159,11 @@ class SelfAttention:
             if q is None:
                 q = self._queries(x, rotary, group, buffers)
             if exchange is None:
-                heads = _attend_all(q, sources, buffers, self.kind)
+                heads = _attend_all(q, sources, buffers, self.kernel)
             else:
                 exchanged = exchange.to_heads(q, buffers)
-                attended = _attend_all(exchanged, sources, buffers, self.kind)
-                heads = exchange.to_rows(attended, q, buffers)
+                exchanged = _attend_all(exchanged, sources, buffers, self.kernel)
+                heads = exchange.to_rows(exchanged, q, buffers)
             if self.adapter is not None and num_adapter_rows > 0:
                 self.adapter.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
             self.add(x if updated is None else updated, heads, group, buffers)
@@ -246,7 +242,7 @@ class SelfAttention:
 
 
 def _attend_all(
-    q: Tensor, sources: Sequence[KeySource], buffers: Buffers, kind: AttentionKind
+    q: Tensor, sources: Sequence[KeySource], buffers: Buffers, kernel: Callable[..., Tensor]
 ) -> Tensor:
     """Return the attention [R, H, hd] of the rows of every source to its keys."""
     attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
@@ -263,8 +259,8 @@ def _attend_all(
         layout = sources[0].layout
         if layout.spans is not None and len(layout.spans) > 1:
             collected.expect(buffers, len(q))
-        return attend(q, sources[0].k, sources[0].v, layout, kind=kind)
+        return kernel(q, sources[0].k, sources[0].v, layout)
     heads = collected.take(buffers, len(q))
     for k, v, layout in sources:
-        attend(q[layout.rows], k, v, layout, out=heads[layout.rows], kind=kind)
+        kernel(q[layout.rows], k, v, layout, out=heads[layout.rows])
     return heads

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -52,21 +52,6 @@ class Backend(enum.Enum):
     TILED = "our CUDA kernel for Hopper, one launch for all sequences, if they fill the card"
 
 
-class AttentionKind(NamedTuple):
-    """What the layers of one kind have in common; most models have a single, plain kind.
-
-    Attributes:
-        scale: factor of the products of queries and keys; None for 1 / sqrt(hd).
-        window: number of keys that a row of a causal context reads, its own included. A row of a
-            block reads the block, and the `window` - 1 keys before the block's start. 0 for all.
-    """
-
-    scale: float | None = None
-    window: int = 0
-
-
-PLAIN = AttentionKind()
-
 # Thresholds of the choice; docs/measurements/kernels.md has the measurements.
 
 # Minimum queries of a sequence for which cuDNN and FlashAttention 3 are faster than all others.
@@ -93,7 +78,6 @@ def attend(
     *,
     backend: Backend | None = None,
     scales: Tensor | None = None,
-    kind: AttentionKind = PLAIN,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd)) v of every sequence; softmax statistics in fp32.
 
@@ -105,7 +89,6 @@ def attend(
         out: [R, H, hd] contiguous, written.
         backend: a backend that `can_serve`, instead of the fastest.
         scales: [4] fp32, of fp8 queries, keys, values and results; None for other dtypes.
-        kind: scale and window; only the backend SDPA supports others than `PLAIN`.
 
     Returns:
         [R, H, hd] contiguous, the dtype of q; `out` if given.
@@ -116,8 +99,6 @@ def attend(
     """
     if q.shape[0] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if kind != PLAIN:
-        return _attend_each(q, k, v, layout, out, kind)
     backend = backend or choose_backend(q, layout)
     if backend is Backend.FP8:
         from vllm.diffusion.layers import cudnn_fp8
@@ -226,14 +207,7 @@ def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
     return functools.partial(flash_attn_varlen_func, fa_version=3)
 
 
-def _attend_each(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: _Layout,
-    out: Tensor | None,
-    kind: AttentionKind = PLAIN,
-) -> Tensor:
+def _attend_each(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
     """Attend one sequence at a time."""
     if layout.spans is None:
         raise ValueError(
@@ -243,11 +217,11 @@ def _attend_each(
     check_tiling(layout.spans, q.shape[0])
     spans = tuple(span for span in layout.spans if span.q_end > span.q_start)
     if len(spans) == 1 and out is None:
-        return _attend_span(q, k, v, spans[0], layout.pages, kind).contiguous()
+        return _attend_span(q, k, v, spans[0], layout.pages).contiguous()
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for span in spans:
-        out[span.q_start : span.q_end] = _attend_span(q, k, v, span, layout.pages, kind)
+        out[span.q_start : span.q_end] = _attend_span(q, k, v, span, layout.pages)
     return out
 
 
@@ -257,7 +231,6 @@ def _attend_span(
     v: Tensor,
     span: Span,
     pages: PageTable | None,
-    kind: AttentionKind = PLAIN,
     mask: Tensor | None = None,
 ) -> Tensor:
     """Attend within one sequence; grouped heads are read in place, never repeated.
@@ -268,38 +241,21 @@ def _attend_span(
     if start == end:
         return torch.zeros_like(q)
     if span.block_length:
-        return _attend_blocks(q, k, v, span, pages, kind)
-    outside = 0 if mask is not None else _keys_outside(span, kind)
+        return _attend_blocks(q, k, v, span, pages)
     if pages is None:
-        k, v = k[start + outside : end], v[start + outside : end]
+        k, v = k[start:end], v[start:end]
     else:
-        rows = pages.rows_of(start, end)[outside:]
+        rows = pages.rows_of(start, end)
         k, v = k.index_select(0, rows), v.index_select(0, rows)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
     choice = sdpa_kernel(_CUDA_PRIORITY, set_priority=True) if q.is_cuda else nullcontext()
     with choice:
         is_grouped = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(
-            q, k, v, mask, scale=kind.scale, enable_gqa=is_grouped
-        )
+        out = functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=is_grouped)
     return out.squeeze(0).transpose(0, 1)
 
 
-def _keys_outside(span: Span, kind: AttentionKind) -> int:
-    """Return how many of a span's first keys are outside the window of all its queries.
-
-    The queries are those of a block, or a single row of a causal context.
-    """
-    if not kind.window:
-        return 0
-    is_block = span.block_start >= 0
-    before = span.block_start if is_block else span.num_keys - 1
-    return max(before - kind.window + 1, 0)
-
-
-def _attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None, kind: AttentionKind
-) -> Tensor:
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable | None) -> Tensor:
     """Attend within one sequence on a grid, with several blocks of nearly equal keys at once."""
     parts, start = [], 0
     while start < span.num_queries:
@@ -309,12 +265,9 @@ def _attend_blocks(
         stop = min(stop, span.num_queries)
         num_keys = span.keys_read_by(stop - 1)
         ends = torch.tensor([span.keys_read_by(i) for i in range(start, stop)], device=q.device)
-        numbers = torch.arange(num_keys, device=q.device)
-        mask = numbers < ends[:, None]
-        if kind.window:
-            mask &= numbers >= ends[:, None] - kind.window
+        mask = torch.arange(num_keys, device=q.device) < ends[:, None]
         keys = Span(0, stop - start, span.kv_start, span.kv_start + num_keys)
-        parts.append(_attend_span(q[start:stop], k, v, keys, pages, kind, mask))
+        parts.append(_attend_span(q[start:stop], k, v, keys, pages, mask))
         start = stop
     return torch.cat(parts)
 

@@ -77,8 +77,13 @@ class GemmaAttention(SelfAttention):
         own = [s._replace(k=self._own_heads(s.k), v=self._own_heads(s.v)) for s in sources]
         super().attend(x, rotary, own, q, buffers, group, updated=updated, exchange=exchange)
 
-    def finish_values(self, v: Tensor) -> None:
-        v.copy_(unit_rms(v, self.norm.eps))
+    def project(
+        self, normed: Tensor | ops.QuantisedRows, columns: slice, out: Tensor, buffers: Buffers
+    ) -> None:
+        super().project(normed, columns, out, buffers)
+        if columns.stop is None:  # The last columns of the product are values.
+            _, _, v = super().split(out)
+            v.copy_(unit_rms(v, self.norm.eps))
 
     def rotate(
         self,
@@ -144,7 +149,8 @@ class GemmaFeedForward:
     """Feed-forward stage: a dense MLP and a mixture of experts, which read the same rows.
 
     `norms` are those before and behind the dense MLP, before and behind the experts, and behind the
-    sum. `w1` [E, 2I, D] has the gate's rows first; `w2` is [E, D, I].
+    sum. `w1` [E, 2I, D] has the gate's rows first; `w2` is [E, D, I]. `in_block` or `in_context`,
+    [1] each, is the factor of the residual stream behind the layer.
     """
 
     norms: tuple[RMSNorm, RMSNorm, RMSNorm, RMSNorm, RMSNorm]
@@ -154,14 +160,20 @@ class GemmaFeedForward:
     router: Router
     w1: Tensor
     w2: Tensor
+    in_block: Tensor
+    in_context: Tensor
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
         """Projections in the order of their use."""
         return self.gate_up_proj, self.down_proj
 
-    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
-        """Add the normed sum of both branches to x [R, D] in place."""
+    def feed_forward(self, x: Tensor, buffers: Buffers, is_block: Tensor | None = None) -> None:
+        """Add the normed sum of both branches to x [R, D] and scale the sum, in place.
+
+        `is_block` [R] bool states whether a row belongs to a block that is denoised; None if all
+        rows do.
+        """
         if x.shape[0] == 0:
             return
         before_dense, behind_dense, before_experts, behind_experts, behind = self.norms
@@ -172,6 +184,10 @@ class GemmaFeedForward:
             chosen, weights = self.router.route(x)
             mixed = gelu_experts(before_experts(x), chosen, weights, self.w1, self.w2)
             x.add_(behind(behind_dense(dense) + behind_experts(mixed)))
+            scalar = self.in_block
+            if is_block is not None:
+                scalar = torch.where(is_block[:, None], scalar, self.in_context)
+            x.mul_(scalar)
 
 
 def gelu_mlp(

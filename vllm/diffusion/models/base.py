@@ -92,9 +92,8 @@ class DiffusionModel(Updatable):
 
     def frequencies(self, config: DiffusionConfig) -> Tensor:
         """Return the frequencies [rd / 2] fp32 of the rotary embedding."""
-        architecture = self.architecture
-        plain = inverse_frequencies(config.rope_theta, architecture.rotary_dim)
-        return yarn_frequencies(plain, config.rope_theta, architecture.yarn)
+        plain = inverse_frequencies(config.rope_theta, self.architecture.rotary_dim)
+        return yarn_frequencies(plain, config.rope_theta, self.architecture.yarn)
 
     @property
     def layers(self) -> Sequence[DiffusionLayer]:

@@ -147,7 +147,7 @@ class DiffusionGemmaConfig(DiffusionConfig):
         return Heads(self.num_key_value_heads, self.head_dim, self.sliding_window)
 
     def of_layer(self, index: int) -> Self:
-        """Return a copy whose key/value heads and head width are those of a layer."""
+        """Return a copy with the key/value heads and the head width of a layer."""
         own = copy.copy(self)
         own.num_key_value_heads, own.head_dim, _ = self.heads(index)
         return own
@@ -164,7 +164,7 @@ class DiffusionGemmaConfig(DiffusionConfig):
         num_layers = self.num_hidden_layers
         return Architecture(
             num_embeddings=self.vocab_size,
-            # the tables of sliding layers, then those of full layers
+            # The tables of sliding layers and of full layers are side by side.
             rotary_dim=self.head_dim + self.global_head_dim,
             dense_width=self.intermediate_size,
             layer_names=tuple(f"model.decoder.layers.{i}" for i in range(num_layers)),

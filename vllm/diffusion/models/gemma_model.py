@@ -13,11 +13,11 @@ from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
-from vllm.diffusion.layers.attention_backends import AttentionKind
 from vllm.diffusion.layers.gemma_stages import GemmaAttention, GemmaFeedForward, Router, gelu_mlp
 from vllm.diffusion.layers.norm import RMSNorm, unit_rms
 from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies
+from vllm.diffusion.layers.windowed_attention import attend_in_window
 from vllm.diffusion.models.diffusion_gemma import FULL, SLIDING, DiffusionGemmaConfig
 from vllm.diffusion.models.expert_matrices import expert_matrices
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
@@ -86,15 +86,9 @@ class GemmaLayer(DiffusionLayer):
             self.router.stage(),
             self.experts.w1.weight.data,
             self.experts.w2.weight.data,
+            self.in_block.layer_scalar.data,
+            self.in_context.layer_scalar.data,
         )
-
-    def feed_forward(self, x: Tensor, buffers: Buffers, is_block: Tensor | None = None) -> None:
-        self.mlp_stage.feed_forward(x, buffers)
-        scalar = self.in_block.layer_scalar
-        if is_block is None:
-            x.mul_(scalar)
-        else:
-            x.mul_(torch.where(is_block[:, None], scalar, self.in_context.layer_scalar))
 
     def destinations(self, path: str) -> dict[str, Destination]:
         width = tuple(cast("RMSNorm", self.get_submodule(_NORMS[0])).weight.shape)
@@ -142,8 +136,8 @@ class GemmaAttentionWeights(AttentionWeights):
         assert self.out_norm is not None
         plain = super().stage(norm)
         return GemmaAttention(
-            **{name: value for name, value in vars(plain).items() if name != "kind"},
-            kind=AttentionKind(scale=1.0, window=self.window),
+            **{name: value for name, value in vars(plain).items() if name != "kernel"},
+            kernel=functools.partial(attend_in_window, scale=1.0, window=self.window),
             out_norm=self.out_norm,
             table_columns=self.table_columns,
         )
@@ -210,7 +204,7 @@ class SelfConditioning(nn.Module):
     def add_to(self, x: Tensor, soft: Tensor | None) -> None:
         """Add the MLP of `soft` [R, D] to embeddings x [R, D], in place, and norm the sum.
 
-        Without `soft`, the sum is x. It is normed all the same.
+        Without `soft`, only the norm remains.
         """
         if soft is not None:
             gate_up, down = (
@@ -258,7 +252,7 @@ class GemmaModel(UpstreamModel):
             layer.self_attn.out_norm = layer.get_submodule(_NORMS[1])
 
     def frequencies(self, config: DiffusionConfig) -> Tensor:
-        """Return the rotary frequencies of sliding layers, then those of full layers."""
+        """Return the rotary frequencies of sliding layers, then of full layers."""
         assert isinstance(config, DiffusionGemmaConfig)
         widths = {SLIDING: config.head_dim, FULL: config.global_head_dim}
         parts = []
@@ -317,7 +311,7 @@ class GemmaModel(UpstreamModel):
         return None
 
     def compute_logits(self, hidden_states: Tensor, buffers: Buffers | None = None) -> Tensor:
-        """Compute logits [R, V] fp32; the arguments are those of `DiffusionModel`."""
+        """Compute logits [R, V] fp32; see `DiffusionModel` for the arguments."""
         logits = super().compute_logits(hidden_states, buffers).float()
         return torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion import ops
-    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import Span
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.layers.fp8_attention import Fp8Attention
@@ -74,17 +73,6 @@ class DiffusionLayer(nn.Module):
     def mlp_stage(self) -> GatedMLP | ExpertsMLP:
         """The feed-forward stage; available after the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
-
-    def feed_forward(self, x: Tensor, buffers: Buffers, is_block: Tensor | None = None) -> None:
-        """Run the feed-forward stage on rows x [R, D], in place.
-
-        Args:
-            x: the residual stream.
-            buffers: scratch memory.
-            is_block: [R] bool, whether a row belongs to a block that is denoised; None if all do,
-                or if the layer computes all rows in the same way.
-        """
-        self.mlp_stage.feed_forward(x, buffers)
 
     def destinations(self, path: str) -> dict[str, Destination]:
         """Return the destination of each module of a checkpoint's layer, by Llama's names."""
@@ -160,7 +148,7 @@ def run_whole(
     spans: Sequence[Span],
     *,
     fp8_attention: bool = False,
-    is_block: Tensor | None = None,
+    marks: Sequence[Tensor] = (),
 ) -> Tensor:
     """Run all layers on all rows in one chunk per stage, as upstream calls models; return x.
 
@@ -170,7 +158,7 @@ def run_whole(
         rotary: rotary table rows of its positions.
         spans: all rows, and the keys that they read.
         fp8_attention: whether attention is fp8, as in forwards of long sequences.
-        is_block: as in `DiffusionLayer.feed_forward`.
+        marks: tensors with an entry per row, for the feed-forward stages of some models.
     """
     buffers, layout = FreshBuffers(x.device), AttentionLayout.of(spans, x.device)
     for layer in layers:
@@ -184,7 +172,7 @@ def run_whole(
         attention.keys_values(x, rotary, product, buffers)
         q, k, v = attention.split(product)
         attention.attend(x, rotary, [KeySource(k, v, layout)], q, buffers)
-        layer.feed_forward(x, buffers, is_block)
+        layer.mlp_stage.feed_forward(x, buffers, *marks)
     return x
 
 

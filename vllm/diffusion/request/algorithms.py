@@ -685,8 +685,8 @@ class AlgorithmParams:
         minimum=1e-9,
     )
     stability_threshold: int = algorithm_param(
-        "entropy_bound: earlier steps whose most likely tokens must equal those of the step that "
-        "ends the canvas",
+        "entropy_bound: number of earlier steps in which the most likely tokens must have been the "
+        "same as in the step that ends the canvas",
         default=1,
         minimum=0,
     )

@@ -93,11 +93,6 @@ class Packing:
     block_starts: Array
 
     @cached_property
-    def is_block(self) -> Array:
-        """Whether each row belongs to a block that is denoised, [T] bool; see `Span`."""
-        return np.repeat(self.block_starts >= 0, np.diff(self.ends, prepend=0))
-
-    @cached_property
     def sequences(self) -> tuple[Span, ...]:
         """All sequences, with queries as rows of the batch; replaying a graph needs none."""
         numbers = (

@@ -6,8 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from vllm.diffusion import ops
 from vllm.diffusion.decoding.entropy_bound import EntropyBound
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.models.gemma_model import GemmaModel
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
+    from vllm.diffusion.engine.worker.forward import Marks
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 
 
@@ -41,15 +43,18 @@ class ExpectedEmbeddings(StepGuest):
     def removed(self, req_id: str) -> None:
         self._states.pop(req_id, None)
 
-    def condition(self, batch: StepBatch, x: Tensor) -> Tensor:
-        """Condition the embeddings x [T, D] of a step; return which rows belong to a block."""
+    def condition(self, batch: StepBatch, x: Tensor) -> Marks:
+        """Condition the embeddings x [T, D] of a step; return whether each row is of a block."""
         for item, target, sequences in zip(
             batch.items, batch.targets, batch.packing.of_requests, strict=True
         ):
             if target.eligible.size:
                 span = sequences[0]
                 self._model.condition(x[span.q_start : span.q_end], self._state(item))
-        return torch.from_numpy(batch.packing.is_block).to(x.device)
+        packing = batch.packing
+        is_block = np.repeat(packing.block_starts >= 0, np.diff(packing.ends, prepend=0))
+        marks: Marks = ops.to_device((is_block,), x.device)
+        return marks
 
     @property
     def _model(self) -> GemmaModel:

@@ -29,7 +29,7 @@ from vllm.diffusion.memory import chunks
 from vllm.diffusion.sampling import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -48,6 +48,7 @@ _ALL = slice(None)
 T = TypeVar("T")
 # Work that stops before every chunk and yields the predicted seconds of the chunk.
 Chunked: TypeAlias = Generator[float, None, T]
+Marks: TypeAlias = "Sequence[Tensor]"
 
 
 class BodyOutputs(NamedTuple):
@@ -79,8 +80,8 @@ class ForwardPass:
     Attributes:
         note_first: receives a part of a step and its hidden states [r, D], which other requests may
             need; None if no request shares its prompt.
-        condition: changes the embeddings [T, D] of a step, and returns whether a row belongs to a
-            block, [T] bool; None if the model computes all rows in the same way.
+        condition: changes the embeddings [T, D] of a step, and returns tensors with an entry per
+            row for the feed-forward stages; None for most models.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ForwardPass:
     ) -> None:
         self.model, self.pool, self.caches, self.ranks = model, pool, caches, ranks
         self.note_first: Callable[[StepBatch, SamplePart[Array], Tensor], None] | None = None
-        self.condition: Callable[[StepBatch, Tensor], Tensor] | None = None
+        self.condition: Callable[[StepBatch, Tensor], Marks] | None = None
 
     def run(self, rows: SampleRows, plan: Plan, body: BodyOutputs | None = None) -> Chunked[Tensor]:
         """Compute a step chunk by chunk and return the table of its samples.
@@ -165,7 +166,7 @@ def run_body(
     caches: PageStore,
     *,
     to_the_end: bool = False,
-    condition: Callable[[Tensor], Tensor] | None = None,
+    condition: Callable[[Tensor], Marks] | None = None,
 ) -> Chunked[BodyOutputs]:
     """Run all layers on all rows, except the stages after the keys and values of the last layer.
 
@@ -175,7 +176,7 @@ def run_body(
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (buffer,) = stages.residual(model.dtype, model.hidden_size)
     x = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
-    is_block = None if condition is None else condition(x)
+    marks = () if condition is None else condition(x)
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
     num_heads = model.num_heads if plan.layout.keep_queries else 0
     product = _projections(model, num_heads, num_rows, residents)
@@ -209,7 +210,7 @@ def run_body(
                 layer.attention.attend(*arguments, num_adapter_rows=rows.stop - first_adapter_row)
         for rows in feeding:
             yield seconds.feed_forward
-            layer.feed_forward(x[rows], scratch, None if is_block is None else is_block[rows])
+            layer.mlp_stage.feed_forward(x[rows], scratch, *[mark[rows] for mark in marks])
     if to_the_end:
         return BodyOutputs(x, inputs.positions, rotary, None)
     product = _projections(model, 0, num_rows, residents)
@@ -245,7 +246,7 @@ def run_last_layer(
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(layouts, *body.keys_values, index, caches)
             layer.attention.attend(x, rotary, sources, None, scratch, num_adapter_rows=num_adapted)
-            layer.feed_forward(x, scratch)
+            layer.mlp_stage.feed_forward(x, scratch)
             yield x
 
 

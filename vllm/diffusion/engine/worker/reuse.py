@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core import envs
-from vllm.diffusion.request.causal_context import CausalContext
 from vllm.diffusion.request.visibility import BlockCausal, Forward
 
 if TYPE_CHECKING:
@@ -188,5 +187,4 @@ def windows_of(
     if visibility.block_length == 0:
         raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
     fuses = isinstance(visibility, BlockCausal) and envs.fuses_commits()
-    is_open = isinstance(visibility, CausalContext) and visibility.is_open
-    return Exact(visibility, fuses=fuses or is_open)
+    return Exact(visibility, fuses=fuses or params.is_open)

@@ -21,7 +21,7 @@ def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[Ste
     kinds: list[type[StepGuest]] = []
     if shares_first_forward(new.params):
         kinds.append(FirstForwards)
-    if runner.model.family.is_open:
+    if new.params.is_open:
         kinds.append(ExpectedEmbeddings)
     # Extra items need all rows on one rank, and the keys and values of drafts need pages on the
     # device.
