@@ -6,7 +6,9 @@
         [--output-dir results/decisions]
     benchmarks/decisions.py --questions 20 40 --format short [--clients 64] [--quantization fp8]
 
-The server has a released shape and random weights. These rates are measured, in this order:
+The server has a released shape, random weights, and a tokenizer whose tokens are words of docs/, so
+that calls have about as many rows as with a released tokenizer. These rates are measured, in this
+order:
 
     steps       rows per second of steps of 4,096 rows, from the server's own metrics, while double
                 that number of requests generate
@@ -24,6 +26,7 @@ Written: decisions.json and server.log.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import statistics
 import sys
@@ -58,7 +61,8 @@ COLUMNS |= {"calls/s": ">8.2f", "rows/s": ">9.0f", "of the steps' rate": ">18.1%
 CALL_COLUMNS = {"questions": ">9", "format": ">6", "rows": ">5", "clients": ">7"}
 CALL_COLUMNS |= {"p50 ms": ">9.2f", "p90 ms": ">9.2f", "step ms": ">8.2f", "around ms": ">9.2f"}
 CALL_COLUMNS |= {"calls/s": ">8.2f", "questions/s": ">11.1f", "of the steps' rate": ">18.1%"}
-STATE_ROWS = 60
+STATE_ROWS, WORD = 60, " the"  # a state is this word, one token, over and over
+VOCABULARY = 16384  # tokens of the tokenizer, special tokens aside
 
 
 @dataclass(frozen=True)
@@ -128,11 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     more += ["--served-model-name", "m", "--disable-uvicorn-access-log"]
     more += ["--enforce-eager"] if options.eager else []
     more += ["--quantization", options.quantization] if options.quantization else []
-    with (
-        harness.checkpoint_of(options) as folder,
-        model_server(folder, options.output_dir / "server.log", *more) as url,
-    ):
-        steps_per_s, rows = asyncio.run(measure(url, options))
+    with harness.checkpoint_of(options) as folder:
+        if options.model is None:
+            learn_words(folder)
+        with model_server(folder, options.output_dir / "server.log", *more) as url:
+            steps_per_s, rows = asyncio.run(measure(url, options))
     harness.write("decisions", options, rows, steps_rows_per_s=steps_per_s)
 
 
@@ -152,6 +156,30 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--samples", 128, "of a likelihood")
     parser.option("--eager", False, "no CUDA graphs: a server starts faster")
     return parser.parse_args(arguments)
+
+
+def learn_words(folder: Path) -> None:
+    """Replace the bytes of a checkpoint's tokenizer by words; special tokens keep their ids."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    path = folder / "tokenizer.json"
+    files = json.loads(path.read_text(encoding="utf-8"))
+    learnt = Tokenizer(models.BPE())
+    pieces = Regex(r"\n+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(pieces, behavior="isolated")
+    learnt.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = sorted(harness.ROOT.glob("docs/*.md"))
+    learnt.train_from_iterator((text.read_text(encoding="utf-8") for text in texts), trainer)
+    model = json.loads(learnt.to_str())
+    special = {token["content"]: token["id"] for token in files["added_tokens"]}
+    model["model"]["vocab"] |= special
+    files |= {name: model[name] for name in ("model", "pre_tokenizer")}
+    path.write_text(json.dumps(files), encoding="utf-8")
 
 
 async def measure(url: str, options: argparse.Namespace) -> tuple[float, list[Any]]:
@@ -188,7 +216,7 @@ async def measure_calls(
     names = ("dllm:step_time_seconds_sum", "dllm:step_time_seconds_count")
     for count in options.questions:
         question = {"type": "predicate", "instructions": "Ok?"}
-        body = {"input": "x" * STATE_ROWS, "questions": [question] * count}
+        body = {"input": WORD * STATE_ROWS, "questions": [question] * count}
         body |= {"model": "m", "format": options.format}
         for clients, calls in ((1, options.lone), (options.clients, options.calls)):
             before = [await server.metric(name) for name in names]
@@ -245,7 +273,7 @@ async def rate_of_steps(server: Server, options: argparse.Namespace) -> float:
 
 
 async def decision(server: Server, rows: int, num_questions: int) -> dict[str, Any]:
-    """Build a call whose sequence has `rows` rows; each byte of the state is one token.
+    """Build a call whose sequence has `rows` rows; each word of the state is one token.
 
     It has fewer questions than `num_questions` if the rows do not hold all of them.
 
@@ -255,13 +283,14 @@ async def decision(server: Server, rows: int, num_questions: int) -> dict[str, A
     for count in range(num_questions, 0, -1):
         question = {"type": "choice", "criteria": {"a": None, "b": None}}
         questions = {f"q{i}": question for i in range(count)}
-        body = {"model": "m", "state": "x", "questions": questions}
+        body = {"model": "m", "state": WORD, "questions": questions}
         for _ in range(2):
             answer = await server.post("/v1/systemone", body)
             missing = rows - answer["usage"]["input_tokens"]
             if missing == 0:
                 return body
-            body["state"] = "x" * max(len(body["state"]) + missing, 1)
+            num_words = len(body["state"]) // len(WORD)
+            body["state"] = WORD * max(num_words + missing, 1)
     raise RuntimeError(f"no question fits into {rows} rows")
 
 

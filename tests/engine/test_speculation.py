@@ -333,8 +333,9 @@ def test_guesses_end_where_they_do_not_hold_and_begin_where_they_would(
             assert answer.token_ids == recorded.answer.token_ids
             drafted.append((answer.report["states_drafted"], answer.report["states_accepted"]))
     (first, none), (second, nothing), _, (fourth, held) = drafted
-    assert (none, nothing, second) == (0, 0, 0)
+    assert (none, nothing) == (0, 0)
     assert 0 < first < 7 * 32  # drafting stopped within 32 steps
+    assert second < 32 / 4  # later there were a few trials of one draft
     assert fourth == held > 16
 
 

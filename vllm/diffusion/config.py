@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs as upstream_envs
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion.core import envs
@@ -62,6 +63,11 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.lora_config is not None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
+    if upstream_envs.VLLM_BATCH_INVARIANT:
+        raise ServerConfigError(
+            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of these models' answers depends "
+            "on the other requests of a step"
+        )
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):
         raise ServerConfigError(

@@ -23,6 +23,7 @@ from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Admission, Rates
 from vllm.diffusion.request.decision import (
+    DECISION,
     attach,
     check_score,
     decide,
@@ -332,12 +333,14 @@ def _assign_request_id(request: EngineCoreRequest) -> None:
             that it cannot decode, so such a request must not be sent.
     """
     _upstreams_ids(request)
-    if not isinstance(request.sampling_params, SamplingParams) or not is_decided(
-        request.sampling_params
-    ):
+    sampling = request.sampling_params
+    if not isinstance(sampling, SamplingParams) or not is_decided(sampling):
         return
     try:
-        MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+        encoded = MsgpackEncoder().encode(request)
+        # The sampling parameters of a scoring request contain no values of a client.
+        if sampling.extra_args[DECISION].score is None:
+            MsgpackDecoder(EngineCoreRequest).decode(encoded)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestRefused(_unreadable(request, error)) from None
 

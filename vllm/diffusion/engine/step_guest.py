@@ -137,9 +137,6 @@ class StepGuest:
                 commits may be added.
         """
 
-    def launched_next(self) -> None:
-        """Do work for which the device must not wait; called after the next launch."""
-
     def output_fields(self) -> dict[str, Any]:
         """Return fields of `DiffusionRunnerOutput`, the message to the scheduler."""
         return {}

@@ -44,6 +44,8 @@ def in_order(question: Question, order: Order) -> Question:
     The letters and numbers of options name their place. The labels yes and no are words, so they
     stay with their options.
     """
+    if order == tuple(range(len(order))):
+        return question
     options = tuple(question.options[i] for i in order)
     if question.type.name == "noul":
         return replace(question, options=options, labels=tuple(question.labels[i] for i in order))

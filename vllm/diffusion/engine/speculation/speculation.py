@@ -27,7 +27,7 @@ from vllm.diffusion.engine.speculation.budget import (
 )
 from vllm.diffusion.engine.speculation.candidates import CachedCandidates, has_random_scores
 from vllm.diffusion.engine.speculation.draft_pages import DraftPages
-from vllm.diffusion.engine.speculation.drafter import MAX_DRAFTED_COMMITS, Drafter, DraftState
+from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState
 from vllm.diffusion.engine.speculation.drafts import Draft
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
@@ -59,10 +59,9 @@ logger = init_logger(__name__)
 MAX_BLOCKS = 3
 MAX_EXTRA_DRAWS = 3  # each extra draw samples all rows once more
 MAX_REQUESTS = 32  # requests of a step with drafts; the host drafts, so more would cost too much
-# Back-off when drafting does not pay, in steps of the runner: steps to wait before probing again,
-# for batches of up to SMALL_BATCH requests and for larger ones, and steps to probe.
-SMALL_BATCH, BACKOFF_STEPS_SMALL, BACKOFF_STEPS, PROBE_STEPS = 4, 12, 32, 2
-NOISY_INTERVAL = 4  # commits between probes of a request that samples tokens and has no drafts
+# If drafting does not pay, steps have no drafts for a while (fewer steps for batches of at most
+# SMALL_BATCH requests). Then one request has a draft for some steps, to learn whether it pays now.
+SMALL_BATCH, BACKOFF_STEPS_SMALL, BACKOFF_STEPS, TRIAL_STEPS = 4, 12, 32, 3
 
 
 def can_speculate(params: DiffusionParams) -> bool:
@@ -82,15 +81,6 @@ class _RequestDrafting(NamedTuple):
     drafter: Drafter
     kind: Kind
     acceptance_chance: AcceptanceChance
-
-
-class _Probe(NamedTuple):
-    """A step without drafts, used to learn whether drafts would have been accepted."""
-
-    canvas: Canvas
-    current: DraftState
-    latest_candidates: CachedCandidates
-    num_steps: int
 
 
 class Speculation(StepGuest):
@@ -115,7 +105,6 @@ class Speculation(StepGuest):
         self._drafting: dict[str, _RequestDrafting] = {}  # by request
         # By request, after its first commit.
         self._latest_candidates: dict[str, CachedCandidates] = {}
-        self._probes: list[_Probe] = []
         self._num_steps = self._backoff_until = 0  # steps of the runner
         self._failed = False
 
@@ -158,7 +147,6 @@ class Speculation(StepGuest):
     def invalidate(self) -> None:
         """Forget candidates and acceptance rates of earlier weights."""
         self.release_memory(even_work=False)
-        self._probes.clear()
         self._rates.clear()
 
     def pages_changed(self, req_id: str, *, are_replaced: bool) -> None:
@@ -181,24 +169,21 @@ class Speculation(StepGuest):
         num_drafts = self._num_drafts(eligible, canvases, rows)
         items: list[Draft] = []
         room = row_budget - rows
-        for index, canvas in enumerate(canvases):
+        for canvas in canvases:
             if canvas.req_id not in forwards:
                 continue
             target, window = forwards[canvas.req_id]
             self._pages.invalidate_copies(canvas.req_id, window)
             max_drafts = num_drafts.get(canvas.req_id, 0)
             canvas.num_extra_draws = _num_extra_draws(canvas, max_drafts)
-            drafts = list[Draft]()
             if max_drafts:
                 drafts = self._drafts(canvas, target, window, max_drafts, room)
                 room -= sum(draft.num_rows for draft in drafts)
                 items += drafts
-            if not drafts and index == self._num_steps % len(canvases):
-                self._probe(canvas, target)
         return items
 
     def _is_backing_off(self, num_requests: int) -> bool:
-        """Whether a step of `num_requests` requests skips both drafts and probes."""
+        """Whether a step of `num_requests` requests has no drafts."""
         return num_requests > MAX_REQUESTS or self._num_steps < self._backoff_until
 
     def _release_drafts(self, canvases: Sequence[Canvas]) -> None:
@@ -228,7 +213,9 @@ class Speculation(StepGuest):
                 cached_chances[kind, limit] = chances
             offers.append(DraftOffer(chances, canvas.count_next_rows()))
         counts = choose_num_drafts(offers, len(canvases), rows, times)
-        if not any(counts) and self._num_steps >= self._backoff_until + PROBE_STEPS:
+        if not any(counts):
+            if self._num_steps < self._backoff_until + TRIAL_STEPS:
+                return {eligible[self._backoff_until % len(eligible)].req_id: 1}
             is_small = len(canvases) <= SMALL_BATCH
             self._backoff_until = self._num_steps + (
                 BACKOFF_STEPS_SMALL if is_small else BACKOFF_STEPS
@@ -272,42 +259,6 @@ class Speculation(StepGuest):
                 logger.exception("request %s: no states could be drafted", canvas.req_id)
             self._failed = True
             return []
-
-    # ---- acceptance rates without drafts ----
-
-    def _probe(self, canvas: Canvas, target: ForwardTarget) -> None:
-        """Record the state of a request whose step has no drafts."""
-        candidates = self._latest_candidates.get(canvas.req_id)
-        if self._times is not None and candidates is not None and candidates.at(1) is not None:
-            current = DraftState(0, canvas.tokens.copy(), canvas.rule.fork(), target)
-            self._probes.append(_Probe(canvas, current, candidates, canvas.num_steps))
-
-    def launched_next(self) -> None:
-        """Learn from probed steps whether drafts would have been accepted."""
-        probes, self._probes = self._probes, []
-        for step in probes:
-            canvas = step.canvas
-            if self._canvases.get(canvas.req_id) is not canvas or not canvas.has_next:
-                continue
-            if canvas.num_steps == step.num_steps:
-                self._probes.append(step)  # still in flight
-            elif canvas.num_steps == step.num_steps + 1:
-                self._learn_from(step)
-
-    def _learn_from(self, step: _Probe) -> None:
-        """Learn from a step whose commit is known."""
-        canvas, kind = step.canvas, self._drafting[step.canvas.req_id].kind
-        try:
-            target = canvas.begin()
-        # The next step reports this error.
-        except Exception:
-            return
-        for state in self._draft_states(
-            canvas, step.current, step.latest_candidates, MAX_DRAFTED_COMMITS
-        ):
-            if state.depth == 1:
-                is_accepted = state.is_of(canvas.tokens, canvas.rule, target)
-                self._rates.learn(kind, state.committed, 1, is_accepted=is_accepted)
 
     # ---- after a step ----
 
@@ -397,13 +348,10 @@ def _accept(
 
 
 def _num_extra_draws(canvas: Canvas, num_drafts: int) -> int:
-    """Return the number of extra draws that `num_drafts` drafts of a request need.
-
-    Without drafts there is one extra draw in some steps, to learn whether drafts would be accepted.
-    """
+    """Return the number of extra draws that `num_drafts` drafts of a request need."""
     if canvas.params.temperature == 0 or canvas.wants_logprobs:
         return 0
-    return min(MAX_EXTRA_DRAWS, num_drafts) or int(canvas.num_steps % NOISY_INTERVAL == 0)
+    return min(MAX_EXTRA_DRAWS, num_drafts)
 
 
 def _may_draft(canvas: Canvas, target: ForwardTarget, window: Window) -> bool:

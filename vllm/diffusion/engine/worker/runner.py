@@ -179,8 +179,6 @@ class DiffusionModelRunner:
 
         Called after the next launch, so that the GPU never waits for it.
         """
-        for guest in self.guests:
-            guest.launched_next()
         collected, self._collected = self._collected, []
         for step, ended in collected:
             self.usage = step.memory.usage(self.idle_usage)
