@@ -110,7 +110,7 @@ class GemmaRun:
 
     ids: list[int]
     steps: list[int]
-    drafts: list[list[int]]  # the most likely tokens of every step
+    logits: list[torch.Tensor]  # [L, V] of every step, at its temperature
 
 
 class _Noise:
@@ -144,17 +144,19 @@ class _Noise:
         return (shares.double().log() + noise).argmax(dim=-1, keepdim=True)
 
 
-class _Drafts:
-    """Streamer of the authors' loop that collects the drafts."""
+class _Logits:
+    """Streamer of the authors' loop that collects the logits of every step."""
+
+    _takes_logits = True
 
     def __init__(self) -> None:
-        self.values: list[list[int]] = []
+        self.values: list[torch.Tensor] = []
 
     def put(self, value: torch.Tensor) -> None:
         pass
 
-    def put_draft(self, value: torch.Tensor) -> None:
-        self.values.append(value[0].tolist())
+    def put_draft(self, logits: torch.Tensor) -> None:
+        self.values.append(logits[0])
 
     def end(self) -> None:
         pass
@@ -180,7 +182,7 @@ def run_loop(
         entropy_bound: of the sampler.
         options: further arguments of `generate`.
     """
-    noise, drafts = _Noise(seed, temperature), _Drafts()
+    noise, logits = _Noise(seed, temperature), _Logits()
     generation = generation_diffusion_gemma.DiffusionGemmaGenerationConfig(
         max_new_tokens=max_tokens, sampler_config=EntropyBoundSamplerConfig(entropy_bound)
     )
@@ -188,8 +190,8 @@ def run_loop(
         out = network.generate(
             input_ids=torch.tensor([prompt]),
             generation_config=generation,
-            streamer=drafts,
+            streamer=logits,
             eos_token_id=-1,
             **options,
         )
-    return GemmaRun(out.sequences[0, len(prompt) :].tolist(), noise.steps, drafts.values)
+    return GemmaRun(out.sequences[0, len(prompt) :].tolist(), noise.steps, logits.values)

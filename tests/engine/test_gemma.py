@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffusionGemma's loop gives the tokens and steps of the authors' `generate`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Engine, Request, Response, running, start, step
-from tests.gemma import CANVAS, GemmaRun, load_network, make_gemma, run_loop
+from tests.engine.harness import (
+    Engine,
+    Request,
+    Response,
+    refusal_error,
+    running,
+    start,
+    step,
+)
+from tests.gemma import CANVAS, STOP_IDS, GemmaRun, load_network, make_gemma, run_loop
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +208,201 @@ def test_defaults_of_the_checkpoint(network: Any, tmp_path: Path) -> None:
     with running(folder) as engine:
         (answer,) = engine.ask(request(prompt, seed=16, max_tokens=20))
     assert answer.token_ids == run.ids[:20]
+
+
+# ---- fields that edit logits, before the temperature of the step ----
+
+
+def filtered(keep: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return an edit that keeps some of the probabilities [R, V], sorted in descending order."""
+
+    def edit(_: Tensor, logits: Tensor) -> Tensor:
+        ordered, order = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True)
+        removed = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, ~keep(ordered))
+        return logits.masked_fill(removed, -torch.inf)
+
+    return edit
+
+
+def of_columns(columns: list[int], value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return an edit that adds a value to the logits of some tokens."""
+    return lambda _, logits: logits.index_add(
+        1, torch.tensor(columns), torch.full((len(logits), len(columns)), value)
+    )
+
+
+def penalised(_: Tensor, ids: Tensor, answer: Tensor, logits: Tensor) -> Tensor:
+    counts = torch.bincount(answer, minlength=256)
+    seen = torch.bincount(ids, minlength=256) > 0
+    scaled = torch.where(logits > 0, logits / 1.3, logits * 1.3)
+    logits = torch.where(seen, scaled, logits)
+    return logits - 0.5 * counts - 0.7 * (counts > 0)
+
+
+EDITED_PROMPT = random_prompt(11, 20)
+EDITS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "top_k": ({"top_k": 3}, filtered(lambda p: torch.arange(256).expand_as(p) < 3)),
+    "top_p": ({"top_p": 0.6}, filtered(lambda p: p.cumsum(-1) - p < 0.6)),
+    "min_p": ({"min_p": 0.2}, filtered(lambda p: p >= 0.2 * p[:, :1])),
+    "logit_bias": ({"logit_bias": {7: 6.0, 90: 6.0}}, of_columns([7, 90], 6.0)),
+    "allowed_token_ids": (
+        {"allowed_token_ids": [*range(30, 90)]},
+        lambda _, z: z.index_fill(1, torch.tensor([*range(30), *range(90, 256)]), -torch.inf),
+    ),
+    "penalties": (
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.7},
+        lambda ids, z: penalised(ids, ids, ids[len(EDITED_PROMPT) :], z),
+    ),
+}
+
+
+class Edit:
+    """Logits processor of the authors' loop."""
+
+    def __init__(self, edit: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.edit = edit
+
+    def __call__(self, ids: Tensor, logits: Tensor, cur_step: Tensor) -> Tensor:
+        return self.edit(ids[0], logits[0])[None]
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_edits(engine: Engine, network: Any, name: str, temperature: float) -> None:
+    """Best and drawn tokens, entropies and the next step depend on edited logits."""
+    fields, edit = EDITS[name]
+    options = {"seed": 21, "temperature": temperature, "entropy_bound": 2.0}
+    one = request(EDITED_PROMPT, steps_per_block=6, max_tokens=3 * CANVAS, **options)
+    run = run_loop(
+        network,
+        EDITED_PROMPT,
+        max_tokens=3 * CANVAS,
+        max_denoising_steps=6,
+        logits_processor=LogitsProcessorList([Edit(edit)]),
+        **options,
+    )
+    # Upstream drops filters at temperature 0 from its own parameters.
+    (answer,) = engine.ask(Request(one.prompt, {**one.extra, **fields}, one.sampling))
+    assert answer.token_ids == run.ids
+    assert reference(network, one).ids != run.ids
+
+
+def test_no_stop_token_before_the_fewest_tokens(engine: Engine, network: Any) -> None:
+    one = CASES[1]
+    stops = reference(network, one).ids[:2]
+    sampling = {**one.sampling, "stop_token_ids": stops, "min_tokens": 5}
+    (answer,) = engine.ask(Request(one.prompt, {**one.extra, "ignore_eos": False}, sampling))
+    assert not {*stops, *STOP_IDS} & {*answer.token_ids[:5]}
+    assert len(answer.token_ids) > 5
+
+
+REFUSED: dict[str, Any] = {
+    "mask_id": 3,
+    "cfg_scale": 1.0,
+    "allow_infill": True,
+    "suffix_ids": [5],
+    "remasking": "random",
+    "threshold": 0.5,
+    "logits_eos_inf": True,
+    "confidence_eos_eot_inf": True,
+    "confidence_dtype": "float64",
+    "cache": "dual",
+    "algorithm": "low_confidence_dynamic",
+    "complete_blocks": True,
+    "return_trajectory": True,
+    "structured_outputs": {"choice": ["a", "b"]},
+    "score": {"positions": [1], "token_ids": [[1]]},
+    "block_length": CANVAS + 1,
+    "canvas_token_ids": [1] * (CANVAS - 1),
+    "t_max": 0.3,
+    "confidence_threshold": -1,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_field(engine: Engine, name: str) -> None:
+    with pytest.raises(refusal_error(), match=f"^{name}") as refused:
+        engine.ask(Request([1, 2, 3], {name: REFUSED[name]}))
+    assert "\n" not in str(refused.value)
+
+
+def test_words_of_several_tokens_are_refused(engine: Engine) -> None:
+    with pytest.raises(refusal_error(), match=r"^bad_words"):
+        engine.ask(Request([1, 2, 3], {}, {"bad_words": ["long words"]}))
+
+
+def test_shorter_canvases(engine: Engine) -> None:
+    """Canvases may be shorter than the checkpoint's; answers of several lengths share steps."""
+    asks = [
+        request(random_prompt(9, 22), seed=3, steps_per_block=4, block_length=length)
+        for length in (1, 3, CANVAS)
+    ]
+    answers = engine.ask(*asks)
+    assert [len(answer.token_ids) for answer in answers] == [2 * CANVAS] * 3
+    assert [answer.num_steps for answer in answers] == [64, 24, 8]
+    alone = [engine.ask(one)[0].token_ids for one in asks]
+    assert [answer.token_ids for answer in answers] == alone
+
+
+@pytest.mark.parametrize("number", [1, 6])
+def test_canvas_after_every_step(engine: Engine, runs: list[GemmaRun], number: int) -> None:
+    """Events have the most likely tokens, their probabilities and the entropies of every step."""
+    one, run = CASES[number], runs[number]
+    streamed = Request(one.prompt, {**one.extra, "stream_canvas": True}, one.sampling)
+    views = [step["canvas"] for step in reports(engine, streamed) if "canvas" in step]
+    assert [view["step"] for view in views] == list(range(1, sum(run.steps) + 1))
+    finished = list[int]()
+    canvases = [canvas for canvas, count in enumerate(run.steps) for _ in range(count)]
+    for view, canvas, logits in zip(views, canvases, run.logits, strict=True):
+        own = slice(canvas * CANVAS, None)
+        token_ids, kept = unpacked(view, "token_ids", "<i4"), unpacked(view, "committed", "?")
+        assert token_ids.tolist() == [*run.ids[: own.start], *logits.argmax(-1).tolist()]
+        shares = torch.softmax(logits, dim=-1)
+        entropies = torch.special.entr(shares).sum(-1)
+        close = {"atol": 1e-4, "rtol": 1e-3}
+        torch.testing.assert_close(
+            torch.tensor(unpacked(view, "entropies", "<f4")[own]), entropies, **close
+        )
+        torch.testing.assert_close(
+            torch.tensor(unpacked(view, "confidence", "<f4")[own]), shares.amax(-1), **close
+        )
+        assert kept[: own.start].all()
+        ordered, order = entropies.sort()
+        bound = one.extra.get("entropy_bound", 0.1)
+        wanted = set(order[ordered.cumsum(0) - ordered <= bound].tolist())
+        is_last = token_ids.tolist() == run.ids[: len(token_ids)] and kept.all()
+        assert is_last or {*kept[own].nonzero()[0].tolist()} == wanted
+        finished = token_ids.tolist()
+    assert finished == run.ids
+
+
+def reports(engine: Engine, one: Request) -> list[dict[str, Any]]:
+    """Return the scheduler's message about the request after every step."""
+    start(engine, "a", one)
+    messages = []
+    while engine.llm.llm_engine.has_unfinished_requests():
+        outputs = engine.llm.llm_engine.step()
+        messages += [(output.kv_transfer_params or {}).get("dllm", {}) for output in outputs]
+    return messages
+
+
+def unpacked(view: dict[str, Any], name: str, dtype: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(view[name], dtype)
+
+
+def test_log_probabilities_of_the_last_step(engine: Engine, runs: list[GemmaRun]) -> None:
+    """A token has its log probability at the temperature of the step that ended its canvas."""
+    one, run = CASES[6], runs[6]
+    sampling = {**one.sampling, "logprobs": 3, "max_tokens": 2 * CANVAS + 3}
+    (output,) = engine.outputs(Request(one.prompt, one.extra, sampling))
+    ends = np.cumsum(run.steps) - 1
+    logits = torch.cat([run.logits[end] for end in ends])
+    wanted = torch.log_softmax(logits, dim=-1)
+    answer = output.outputs[0]
+    assert list(answer.token_ids) == run.ids[: 2 * CANVAS + 3]
+    for actual, token, own in zip(answer.logprobs, answer.token_ids, wanted, strict=False):
+        top = {int(t): float(own[t]) for t in own.topk(3).indices}
+        assert actual.keys() == top.keys()
+        assert actual[token].rank == 1
+        for other, value in top.items():
+            assert actual[other].logprob == pytest.approx(value, abs=1e-4)

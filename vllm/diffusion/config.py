@@ -65,8 +65,8 @@ def configure(vllm_config: VllmConfig) -> None:
         raise ServerConfigError("enable_lora: wanted false for a diffusion language model")
     if upstream_envs.VLLM_BATCH_INVARIANT:
         raise ServerConfigError(
-            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of these models' answers depends "
-            "on the other requests of a step"
+            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of these models' answers "
+            "depends on the other requests of a step"
         )
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):
@@ -93,7 +93,11 @@ def configure(vllm_config: VllmConfig) -> None:
 
     # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
-    model = vllm_config.model_config
+    _set_defaults(vllm_config.model_config, family)
+
+
+def _set_defaults(model: ModelConfig, family: Family | None) -> None:
+    """Change the defaults of requests that upstream takes from generation_config.json."""
     for name in _unused_defaults(model):
         model.override_generation_config.setdefault(name, 1.0)
     if family is not None and family.is_open:
@@ -101,7 +105,6 @@ def configure(vllm_config: VllmConfig) -> None:
         model.override_generation_config.setdefault("max_new_tokens", None)
     if "temperature" not in model.try_get_generation_config():
         # Upstream's HTTP default would be 1, but most model authors use 0.
-        family = family_of(vllm_config)
         default = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", default)
 

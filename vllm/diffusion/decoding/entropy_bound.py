@@ -32,13 +32,14 @@ class EntropyBound(DecodingRule):
 
     Attributes:
         start, step: start of the current canvas, and number of its steps so far.
+        accepted: [L] bool, the positions whose tokens the latest step has kept.
         note_logits: receives the logits [R, V] fp32 at the step's temperature, and the canvas
             positions [R]; None if nothing needs them.
     """
 
     # The epsilon only prevents the logarithm of probabilities that round to 0.
     scoring = CandidateScoring(
-        score="negative_entropy", epsilon=1e-30, greedy=True, filters_apart=True
+        score="negative_entropy", epsilon=1e-30, greedy=True, adjusts_first=True
     )
     adjusts_logits = True
 
@@ -49,6 +50,7 @@ class EntropyBound(DecodingRule):
         self.step = 0
         self._num_steps = params.steps_per_block or 1
         self._most_likely: list[Array] = []  # tokens of the latest steps of the canvas
+        self.accepted: Mask = np.zeros(params.block_length, dtype=np.bool_)
         self._end = prompt_length + params.gen_length
         self._count_unconfirmed()
 
@@ -119,9 +121,10 @@ class EntropyBound(DecodingRule):
             self.start, self.step = self.start + self.params.block_length, 0
             self._most_likely.clear()
             self._count_unconfirmed()
+            self.accepted = np.ones(most_likely.size, dtype=np.bool_)
             return Commit(candidates.positions, most_likely)
-        accepted = self.accept(entropies)
-        tokens = np.where(accepted, candidates.tokens, self._noise(self.step))
+        self.accepted = self.accept(entropies)
+        tokens = np.where(self.accepted, candidates.tokens, self._noise(self.step))
         return Commit(candidates.positions, tokens)
 
     def _is_stable(self, most_likely: Array, entropies: Array) -> bool:

@@ -71,8 +71,7 @@ _IGNORED_IF_UNUSED = (
 )
 # Fields that have no meaning, or no implementation, without a mask token.
 _NOT_OF_OPEN = (
-    *("mask_id", "logits_eos_inf", "confidence_dtype", "stream_canvas", "return_trajectory"),
-    "complete_blocks",
+    *("mask_id", "logits_eos_inf", "confidence_dtype", "return_trajectory", "complete_blocks"),
 )
 # Keys of the values of a request that are no fields.
 _NO_FIELDS = frozenset(
@@ -564,9 +563,6 @@ def _check_open(request: Request, spec: Spec | None, score: Any) -> None:
         raise InvalidParameterError(SCORE, score, f"wanted none: {family} computes no likelihoods")
     if spec is not None:
         raise InvalidParameterError(spec.field, spec.value, f"wanted none: {family} has no formats")
-    if request.logprobs is not None or request.logprob_token_ids:
-        wanted = f"wanted none: {family} reports no log probabilities"
-        raise InvalidParameterError("logprobs", request.logprobs, wanted)
     for name in _NOT_OF_OPEN:
         default = BY_NAME[name].default
         if request.given.get(name, default) != default:
