@@ -309,7 +309,6 @@ REFUSED: dict[str, Any] = {
     "cache": "dual",
     "algorithm": "low_confidence_dynamic",
     "complete_blocks": True,
-    "return_trajectory": True,
     "structured_outputs": {"choice": ["a", "b"]},
     "score": {"positions": [1], "token_ids": [[1]]},
     "block_length": CANVAS + 1,
@@ -406,3 +405,35 @@ def test_log_probabilities_of_the_last_step(engine: Engine, runs: list[GemmaRun]
         assert actual[token].rank == 1
         for other, value in top.items():
             assert actual[other].logprob == pytest.approx(value, abs=1e-4)
+
+
+def test_trajectory(engine: Engine, runs: list[GemmaRun]) -> None:
+    """A token's commit is the step from which on it stayed the most likely one."""
+    one, run = CASES[6], runs[6]
+    asked = {**one.extra, "return_trajectory": True, "return_entropy": True}
+    (answer,) = engine.ask(Request(one.prompt, asked, one.sampling))
+    trajectory = answer.report["trajectory"]
+    assert trajectory["token_ids"] == run.ids
+    assert trajectory["num_steps"] == sum(run.steps)
+    assert trajectory["block_starts"] == [0, CANVAS, 2 * CANVAS]
+    best = [logits.argmax(-1) for logits in run.logits]
+    changes = list[tuple[int, int, int]]()
+    for position in range(len(run.ids)):
+        canvas, place = divmod(position, CANVAS)
+        first = sum(run.steps[:canvas])
+        own = [int(tokens[place]) for tokens in best[first : first + run.steps[canvas]]]
+        new = [s for s, token in enumerate(own) if s == 0 or token != own[s - 1]]
+        changes += [(first + s + 1, position, own[s]) for s in new]
+        step = first + new[-1]
+        assert trajectory["commit_steps"][position] == step + 1
+        assert trajectory["block_steps"][position] == new[-1] + 1
+        distribution = torch.log_softmax(run.logits[step][place], dim=-1)
+        entropy = -float((distribution.exp() * distribution).sum())
+        assert trajectory["logprobs"][position] == pytest.approx(
+            float(distribution.max()), abs=1e-4
+        )
+        assert trajectory["entropies"][position] == pytest.approx(entropy, abs=1e-3)
+    edits = trajectory["edits"]
+    columns = (edits["steps"], edits["positions"], edits["token_ids"])
+    assert list(zip(*columns, strict=True)) == sorted(changes)
+    assert not trajectory["replayable"]

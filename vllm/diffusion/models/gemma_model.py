@@ -281,6 +281,14 @@ class GemmaModel(UpstreamModel):
             cos[:, columns], sin[:, columns] = own
         return Rotary(cos, sin)
 
+    def can_be_captured(self, device: torch.device) -> bool:
+        """Return False, because attention in windows reads the spans on the host."""
+        return False
+
+    def reads_pages(self, device: torch.device) -> bool:
+        """Return False, because attention in windows copies keys out of their pages."""
+        return False
+
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         return super().embed(ids, out).mul_(self.embedding_scale)
 

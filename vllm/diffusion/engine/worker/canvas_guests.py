@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding.entropy_bound import EntropyBound
 from vllm.diffusion.engine.worker.constrained import Constraint
-from vllm.diffusion.engine.worker.open_proposals import OpenProposals
+from vllm.diffusion.engine.worker.open_canvas import OpenProposals, OpenRecorder
 from vllm.diffusion.engine.worker.proposals import Proposals
 from vllm.diffusion.engine.worker.recording import CompleteBlocks, Recorder
 from vllm.diffusion.sampling import LogitEditor
@@ -42,7 +42,8 @@ def guests_of(
         guests.append(CompleteBlocks(params, tokens, prompt_length, rule))
     # The recorder comes after all guests that change a commit.
     if params.return_trajectory:
-        guests.append(Recorder(params, tokens, prompt_length, rule))
+        recorder = OpenRecorder if params.is_open else Recorder
+        guests.append(recorder(params, tokens, prompt_length, rule))
     for guest in guests:
         guest.begin(tokens)
     return tuple(guests)

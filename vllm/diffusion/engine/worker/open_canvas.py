@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Most likely tokens of canvases without a mask token, for requests that ask for them."""
+"""Guests of canvases without a mask token, which report the most likely tokens of every step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 
 from vllm.diffusion.core.canvas_view import CanvasView
 from vllm.diffusion.core.logprobs import Logprobs
+from vllm.diffusion.decoding import Commit
 from vllm.diffusion.engine.worker.proposals import Proposals
+from vllm.diffusion.engine.worker.recording import Recorder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm.diffusion.decoding import Candidates, Commit
+    from vllm.diffusion.decoding import Candidates, DecodingRule
     from vllm.diffusion.decoding.entropy_bound import EntropyBound
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -70,3 +72,32 @@ class OpenProposals(Proposals):
             confidence=np.exp(self._logprobs[begun, 0]).astype("<f4").tobytes(),
             entropies=self._entropies[begun].astype("<f4").tobytes(),
         )
+
+
+class OpenRecorder(Recorder):
+    """Records the steps that changed the most likely token of a position.
+
+    From the last of these steps on, the token stays the same. See `Recorder` for the arguments.
+    """
+
+    def __init__(
+        self,
+        params: DiffusionParams,
+        tokens: NDArray[np.int64],
+        prompt_length: int,
+        rule: DecodingRule,
+    ) -> None:
+        super().__init__(params, tokens, prompt_length, rule)
+        self._latest = np.full(len(tokens), params.mask_id, dtype=np.int64)
+
+    def fill(self, start: int, token: int | NDArray[np.int64], end: int | None) -> None:
+        """Do nothing: the noise with which a canvas begins is no commit."""
+
+    def commit(self, tokens: NDArray[np.int64], candidates: Candidates, commit: Commit) -> Commit:
+        most_likely = candidates.greedy
+        assert most_likely is not None  # the scoring requires it
+        is_new = most_likely != self._latest[candidates.positions]
+        self._latest[candidates.positions] = most_likely
+        changes = Commit(candidates.positions[is_new], most_likely[is_new])
+        super().commit(tokens, candidates, changes)
+        return commit
