@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tests.gemma import CANVAS, WINDOW, load_network, make_gemma
-from vllm.diffusion.core.spans import Span
+from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span
+from vllm.diffusion.layers.gemma_stages import Router
+from vllm.diffusion.layers.windowed_attention import attend_in_window
 from vllm.diffusion.models.transformer import run_whole
 
 TOLERANCE = 1e-3
@@ -78,3 +80,61 @@ def test_logits(model: Any, network: Any, length: int, is_conditioned: bool) -> 
     given = our_logits(model, prompt, canvas, soft)
     torch.testing.assert_close(given, wanted, atol=TOLERANCE, rtol=0)
     assert torch.equal(given.argmax(-1), wanted.argmax(-1))
+
+
+def test_bf16(load_model: Callable[..., Any], folder: Path, network: Any) -> None:
+    """Logits in bf16 are as close to exact ones as the network's own logits in bf16."""
+    prompt, canvas = some_tokens(30, 1), some_tokens(CANVAS, 2)
+    soft = 4 * torch.randn(CANVAS, 256, generator=torch.Generator().manual_seed(3))
+    exact = network_logits(network, prompt, canvas, soft)
+    half = load_network(folder).to(torch.bfloat16)
+    ours = our_logits(load_model(folder, "bfloat16"), prompt, canvas, soft)
+    assert ours.dtype == torch.float32
+    theirs = network_logits(half, prompt, canvas, soft.bfloat16())
+    own_error, their_error = ((x.double() - exact).square().mean() for x in (ours, theirs))
+    assert own_error <= 1.5 * their_error
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_windows(window: int, page_size: int | None) -> None:
+    """Spans in chunks, from pages, and of a single row read the keys of their windows."""
+    length, start, generator = 23, 17, torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(length, n, 8, generator=generator) for n in (4, 2, 2))
+    reach = window or length
+    keys = torch.arange(length)
+    rows = torch.arange(length)[:, None]
+    context = (keys <= rows) & (keys > rows - reach)
+    block = (keys > start - reach) & (rows >= start)
+    mask = torch.where(rows < start, context, block)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, dim=1)) * 0.7
+    shares = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
+    wanted = torch.einsum("hqk,khd->qhd", shares, v.repeat_interleave(2, dim=1))
+    pages, places = None, torch.arange(length)
+    if page_size is not None:
+        first_rows = torch.randperm(6, generator=generator) * page_size
+        pages = PageTable(first_rows.int(), page_size)
+        places = pages.rows_of(0, length).long()
+        k, v = (torch.zeros(24, 2, 8).index_copy(0, places, part) for part in (k, v))
+    layout = AttentionLayout.of(
+        [
+            Span(0, 5, 0, start, 1),  # a chunk of the context
+            Span(5, 6, 0, 6),  # a single row
+            Span(6, start, 0, start, 1, first=6),
+            Span(start, start + 2, 0, length, block_start=start),
+            Span(start + 2, length, 0, length, block_start=start),
+        ],
+        "cpu",
+        pages,
+    )
+    given = attend_in_window(q, k, v, layout, scale=0.7, window=window)
+    torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_equal_experts_are_chosen_by_index() -> None:
+    """Weights are normalised before the experts' scales, and ties go to the lowest index."""
+    gate = torch.zeros(4, 6)
+    router = Router(torch.ones(6), gate, torch.tensor([2.0, 4.0, 8.0, 16.0]), 2, 1e-6)
+    chosen, weights = router.route(torch.randn(3, 6))
+    assert chosen.tolist() == [[0, 1]] * 3
+    assert weights.tolist() == [[1.0, 2.0]] * 3
