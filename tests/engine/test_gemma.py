@@ -150,20 +150,24 @@ def test_without_pages(engine: Engine, runs: list[GemmaRun]) -> None:
         assert_same(answer, one, run)
 
 
-def test_warm_start(engine: Engine, network: Any) -> None:
+@pytest.mark.parametrize("steps", [1, 4])
+def test_warm_start(engine: Engine, network: Any, steps: int) -> None:
     """A given first canvas replaces the noise of the first canvas alone."""
     prompt, given = random_prompt(20, 12), random_prompt(CANVAS, 13)
-    one = request(prompt, seed=14, steps_per_block=4, canvas_token_ids=given)
-    (answer,) = engine.ask(one)
+    one = request(prompt, seed=14, steps_per_block=steps)
+    (answer,) = engine.ask(Request(prompt, {**one.extra, "canvas_token_ids": given}, one.sampling))
     run = run_loop(
         network,
         prompt,
         max_tokens=2 * CANVAS,
         seed=14,
-        max_denoising_steps=4,
+        max_denoising_steps=steps,
         decoder_input_ids=torch.tensor([given]),
     )
     assert answer.token_ids == run.ids
+    if steps == 1:
+        plain = reference(network, one).ids
+        assert plain[:CANVAS] != run.ids[:CANVAS]
 
 
 def test_stop_token(engine: Engine, network: Any) -> None:
