@@ -161,6 +161,7 @@ def pictures() -> dict[Path, str]:
     return {
         FOLDER / f"{'block' if a.is_block_causal else 'full'}_{a.name}.svg": drawn(a)
         for a in (*ALGORITHMS.values(), *BLOCK_ALGORITHMS.values())
+        if not a.is_open  # every step changes the whole canvas
     }
 
 

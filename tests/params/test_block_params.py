@@ -18,6 +18,7 @@ from vllm.diffusion.request import decision, fields
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, algorithms_for
 from vllm.diffusion.request.edits import Edits
 from vllm.diffusion.request.families import (
+    DIFFUSION_GEMMA,
     DREAM,
     FAST_DLLM,
     LLADA,
@@ -70,7 +71,9 @@ def test_a_familys_threshold_is_meant_for_its_own_algorithm() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [*BLOCK_FAMILIES, LLADA22, NEMOTRON, LLADA, DREAM], ids=lambda f: f.name
+    "family",
+    [*BLOCK_FAMILIES, LLADA22, NEMOTRON, DIFFUSION_GEMMA, LLADA, DREAM],
+    ids=lambda f: f.name,
 )
 def test_algorithms_of_a_family(family: Family) -> None:
     allowed = algorithms_for(family)
@@ -86,6 +89,7 @@ def test_algorithms_of_a_family(family: Family) -> None:
         LLADA.name: set(ALGORITHMS),
         DREAM.name: set(ALGORITHMS),
         NEMOTRON.name: {"low_confidence_dynamic", "semi_ar", "self_speculation", "autoregressive"},
+        DIFFUSION_GEMMA.name: {"entropy_bound"},
     }.get(
         family.name,
         {"low_confidence_dynamic", "semi_ar", "sequential", "entropy_bounded", "joint_threshold"}

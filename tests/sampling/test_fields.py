@@ -136,8 +136,12 @@ def limit(degrees: int) -> float:
     return max(degrees, 1) * (1 - spread + 4.26 * math.sqrt(spread)) ** 3
 
 
+# The rule of an open canvas filters logits itself; its tests are in tests/engine/test_gemma.py.
+MASKED = [family for family in FAMILIES if not family.is_open]
+
+
 @pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", MASKED, ids=lambda family: family.name)
 def test_frequencies_are_those_of_the_distribution(family: Family, name: str) -> None:
     parameters = FIELDS[name]
     params = decided(family, **HOT, **parameters)

@@ -24,7 +24,16 @@ from vllm.diffusion.api.documentation.offline_docs import STATIC as DOCUMENTATIO
 from vllm.diffusion.api.page.options import page_options
 from vllm.diffusion.api.page.site import OPEN_PATHS, STATIC
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
-from vllm.diffusion.request.families import DREAM, LLADA, LLADA2, LLADA22, NEMOTRON, SDAR, Family
+from vllm.diffusion.request.families import (
+    DIFFUSION_GEMMA,
+    DREAM,
+    LLADA,
+    LLADA2,
+    LLADA22,
+    NEMOTRON,
+    SDAR,
+    Family,
+)
 from vllm.diffusion.request.fields import BY_NAME
 from vllm.diffusion.request.served_model import ServedModel, SpecialIds
 
@@ -78,6 +87,7 @@ def test_versions(client: Client) -> None:
 
 
 CAUSAL = {"self_speculation", "autoregressive"}
+OPEN = {"entropy_bound"}
 
 
 def model_of(family: Family, **defaults: Any) -> ServedModel:
@@ -89,11 +99,12 @@ def model_of(family: Family, **defaults: Any) -> ServedModel:
     ("family", "names"),
     [
         (DREAM, ALGORITHMS.keys()),
-        (SDAR, BLOCK_ALGORITHMS.keys() - {"hierarchy_block", "levenshtein"} - CAUSAL),
-        (LLADA22, BLOCK_ALGORITHMS.keys() - {"hierarchy_block"} - CAUSAL),
+        (SDAR, BLOCK_ALGORITHMS.keys() - {"hierarchy_block", "levenshtein"} - CAUSAL - OPEN),
+        (LLADA22, BLOCK_ALGORITHMS.keys() - {"hierarchy_block"} - CAUSAL - OPEN),
         (NEMOTRON, {"low_confidence_dynamic", "semi_ar"} | CAUSAL),
+        (DIFFUSION_GEMMA, OPEN),
     ],
-    ids=["full", "block-causal", "edits", "causal"],
+    ids=["full", "block-causal", "edits", "causal", "open"],
 )
 def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
     offered = page_options(model_of(family), "m", "1")

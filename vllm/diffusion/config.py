@@ -13,14 +13,18 @@ from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.diffusion.adapters.lora_flags import check_flags
 from vllm.diffusion.core import envs
-from vllm.diffusion.core.errors import ModelConfigError, ServerConfigError
+from vllm.diffusion.core.errors import (
+    InvalidParameterError,
+    ModelConfigError,
+    ServerConfigError,
+)
 from vllm.diffusion.guided.guides import Guides
 from vllm.diffusion.guided.language import Ends
 from vllm.diffusion.guided.vocabulary import vocabulary_of
 from vllm.diffusion.process import log_filter
 from vllm.diffusion.request import families
-from vllm.diffusion.request.fields import near_miss, server_defaults
-from vllm.diffusion.request.served_model import ServedModel, SpecialIds
+from vllm.diffusion.request.fields import canonical, near_miss, server_defaults
+from vllm.diffusion.request.served_model import NO_MASK, ServedModel, SpecialIds
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ WORKER = "vllm.diffusion.engine.worker.worker.DiffusionWorker"
 _LINE_END = ("\n", "\u010a", "<0x0A>")
 SCHEDULER = "vllm.diffusion.engine.scheduler.scheduler.DiffusionScheduler"
 ADAPTING_SCHEDULER = "vllm.diffusion.engine.scheduler.adapting_scheduler.AdaptingScheduler"
+_SAMPLER = "EntropyBoundSamplerConfig"  # the supported sampler_config of generation_config.json
 TRANSFERS = ("nccl", "ipc", "disk")  # ways to transfer weights while the server runs
 EXECUTOR = "vllm.diffusion.engine.executor.RanksExecutor"
 # Drafts per forward pass on a GPU, where the engine weighs them by measured times.
@@ -90,12 +95,18 @@ def configure(vllm_config: VllmConfig) -> None:
 
     # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
-    model = vllm_config.model_config
+    _set_defaults(vllm_config.model_config, family)
+
+
+def _set_defaults(model: ModelConfig, family: Family | None) -> None:
+    """Change the defaults of requests that upstream takes from generation_config.json."""
     for name in _unused_defaults(model):
         model.override_generation_config.setdefault(name, 1.0)
+    if family is not None and family.is_open:
+        # The length of a canvas in the authors' loop; upstream would limit every answer to it.
+        model.override_generation_config.setdefault("max_new_tokens", None)
     if "temperature" not in model.try_get_generation_config():
         # Upstream's HTTP default would be 1, but most model authors use 0.
-        family = family_of(vllm_config)
         default = 0.0 if family is None else family.defaults.get("temperature", 0.0)
         model.override_generation_config.setdefault("temperature", default)
 
@@ -198,6 +209,8 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
     defaults = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
+    if family.is_open:
+        defaults = defaults | _schedule_of(generation)
     return ServedModel(
         family=family,
         ids=ids,
@@ -205,7 +218,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         vocab_size=vocab_size,
         dtype=str(model.dtype).removeprefix("torch."),
         unused_defaults=_unused_defaults(model),
-        default_max_tokens=generation.get("max_new_tokens"),
+        default_max_tokens=None if family.is_open else generation.get("max_new_tokens"),
         default_gen_length=settings.default_gen_length,
         defaults=defaults | check_settings(server_settings(vllm_config.additional_config), family),
         default_steps=envs.default_steps(),
@@ -216,6 +229,30 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
+
+
+def _schedule_of(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of requests that generation_config.json sets for an open canvas.
+
+    Raises:
+        ServerConfigError: the checkpoint requires another sampler, or a value is unusable.
+    """
+    sampler = generation.get("sampler_config") or {}
+    kind = sampler.get("_cls_name", _SAMPLER) if isinstance(sampler, dict) else sampler
+    if kind != _SAMPLER:
+        raise ServerConfigError(
+            f"generation_config.json: sampler_config: given {kind!r}; wanted {_SAMPLER}"
+        )
+    names = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
+    given = {
+        "steps_per_block": generation.get("max_denoising_steps"),
+        "entropy_bound": sampler.get("entropy_bound"),
+        **{name: generation.get(name) for name in names},
+    }
+    try:
+        return canonical(given)
+    except InvalidParameterError as error:
+        raise ServerConfigError(f"generation_config.json: {error}") from None
 
 
 def _encode(model: ModelConfig, text: str) -> Sequence[int]:
@@ -404,7 +441,8 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:
     tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
     config, vocabulary = model.hf_config, {} if tokenizer is None else tokenizer.get_vocab()
-    mask = _mask_id(config, tokenizer, vocabulary.get(family.mask_token or ""))
+    named = vocabulary.get(family.mask_token or "")
+    mask = NO_MASK if family.is_open else _mask_id(config, tokenizer, named)
     absent = [name for name in family.think_tokens if name not in vocabulary]
     eot = next((vocabulary[name] for name in family.end_of_turn_tokens if name in vocabulary), None)
     # The value of config.json comes first, the default of the family's class last.

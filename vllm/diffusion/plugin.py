@@ -173,14 +173,14 @@ def _register_quantisation() -> None:
 
 
 def _register_models() -> None:
-    from vllm.diffusion.models.upstream_model import UpstreamModel
+    from vllm.diffusion.models.config import named_class
     from vllm.model_executor.models import ModelRegistry
 
     # The class is registered itself, not by name. For a name, upstream would start another
     # process, once on every machine, which imports everything to inspect the class.
     for family in FAMILIES:
         for architecture in family.architectures:
-            ModelRegistry.register_model(architecture, UpstreamModel)
+            ModelRegistry.register_model(architecture, named_class(family.model_class))
 
 
 def platform() -> str | None:

@@ -184,6 +184,10 @@ class CanvasState(BaseModel):
             there is no proposal.
         guessed: whether an accepted draft committed the token, without a forward pass of its own;
             absent for requests without drafts.
+        entropies: on models without a mask token, the entropy of each position's distribution in
+            the latest step of its canvas, in nats. There the lists end with the current canvas,
+            `token_ids` has the most likely tokens, and `committed` is true for tokens that are
+            final or that the step has kept.
     """
 
     step: int
@@ -192,12 +196,13 @@ class CanvasState(BaseModel):
     committed: list[bool]
     confidence: list[float | None]
     guessed: list[bool] | None = None
+    entropies: list[float] | None = None
 
     @classmethod
     def of(cls, packed: Mapping[str, Any], texts: TokenTexts) -> CanvasState:
         """Convert an `core.canvas_view.CanvasView` from its packed form."""
         token_ids = np.frombuffer(packed["token_ids"], "<i4").tolist()
-        guessed = packed.get("guessed")
+        guessed, entropies = packed.get("guessed"), packed.get("entropies")
         confidence = np.frombuffer(packed["confidence"], "<f4").astype(float).round(6)
         return cls(
             step=packed["step"],
@@ -206,7 +211,13 @@ class CanvasState(BaseModel):
             committed=np.frombuffer(packed["committed"], "?").tolist(),
             confidence=[None if np.isnan(p) else p for p in confidence.tolist()],
             guessed=None if guessed is None else np.frombuffer(guessed, "?").tolist(),
+            entropies=None if entropies is None else _rounded(entropies),
         )
+
+
+def _rounded(packed: bytes) -> list[float]:
+    numbers: list[float] = np.frombuffer(packed, "<f4").astype(float).round(6).tolist()
+    return numbers
 
 
 def timeout_in(message: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,8 @@ class CanvasView:
             proposed it; NaN if no forward has proposed it.
         guessed: N bytes, 1 where an accepted draft committed the token; None for requests without
             drafts.
+        entropies: N fp32, little-endian: entropy of each position's distribution, in nats; None for
+            models with a mask token.
     """
 
     step: int
@@ -26,3 +28,4 @@ class CanvasView:
     committed: bytes
     confidence: bytes
     guessed: bytes | None = None
+    entropies: bytes | None = None

@@ -9,3 +9,4 @@ CATEGORICAL = 2  # sampling of a token from its distribution, one per column
 COMMIT = 3  # whether a position is committed
 CHOICE = 4  # choice of the positions to commit
 GUIDED = 5  # step of a joint sample, one per position
+NOISE = 6  # random token of a canvas without a mask token, one per position

@@ -26,6 +26,8 @@ class CandidateScoring:
             top-p, in this order, and none of them at temperature 0 (block-causal families).
         scores_all: with "filtered", whether scores use the distribution before top-k and top-p.
         greedy: whether the argmax of the noise-free logits is required, too.
+        adjusts_first: whether log probabilities are computed from the logits that the rule has
+            changed. Such a rule also applies top-k, top-p and min-p itself.
     """
 
     score: Literal["confidence", "negative_entropy", "margin"] = "confidence"
@@ -33,6 +35,7 @@ class CandidateScoring:
     draw: Literal["gumbel", "categorical", "filtered"] = "gumbel"
     scores_all: bool = False
     greedy: bool = False
+    adjusts_first: bool = False
 
     @cached_property
     def is_categorical(self) -> bool:

@@ -35,6 +35,8 @@ class Span(NamedTuple):
         first: index of the key at the position of the first query, counted from the first key. The
             other queries follow.
         in_pages: whether the keys are numbered as in a `PageTable`.
+        block_start: if the queries belong to a block that is denoised behind a causal context: the
+            number of keys before the block; otherwise -1.
     """
 
     q_start: int
@@ -44,6 +46,7 @@ class Span(NamedTuple):
     block_length: int = 0
     first: int = 0
     in_pages: bool = False
+    block_start: int = -1
 
     @property
     def num_queries(self) -> int:
@@ -116,7 +119,7 @@ class AttentionLayout(NamedTuple, Generic[A]):
             num_queries = q_end - q_start
             spans.append(Span._make((end, end + num_queries, *keys)))
             max_queries, end = max(max_queries, num_queries), end + num_queries
-        _, ends, starts, stops, blocks, firsts, _ = zip(*spans, strict=True) if spans else [()] * 7
+        _, ends, starts, stops, blocks, firsts, *_ = zip(*spans, strict=True) if spans else [()] * 8
         counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
         has_blocks = any(blocks)
         return AttentionLayout(

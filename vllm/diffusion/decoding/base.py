@@ -36,7 +36,8 @@ class ForwardTarget(NamedTuple):
             eligible position is in the block, or, if logits are shifted, the first position after
             it, whose candidate comes from the block's last row.
         fill: (position, token): before the forward, every position from there on is set to the
-            token. The forward still returns candidates of `eligible` positions there.
+            token, or to an array of one token per position. The forward still returns candidates of
+            `eligible` positions there.
         fill_end: position before which the fill ends; None for the end of the sequence.
         is_causal: in families with causal context: whether positions attend only to earlier
             positions, so that the row before a position predicts its candidate.
@@ -45,7 +46,7 @@ class ForwardTarget(NamedTuple):
 
     eligible: Array
     rows: tuple[int, int]
-    fill: tuple[int, int] | None = None
+    fill: tuple[int, int | Array] | None = None
     fill_end: int | None = None
     is_causal: bool = False
     is_adapted: bool = False
@@ -127,6 +128,7 @@ class DecodingRule(ABC):
     # Lengths that the canvas takes after the latest choice, in order; empty if it keeps its length.
     new_lengths: tuple[int, ...] = ()
     num_unconfirmed = 0  # positions of the answer that the rule may mask again
+    first_step = 0  # step of the request at which the steps of its random numbers count from 0
     # The blocks that have begun, half-open, for rules that choose their ends.
     block_bounds: tuple[tuple[int, int], ...] | None = None
 
@@ -181,6 +183,10 @@ class DecodingRule(ABC):
         """
         masked = (tokens[self.prompt_length :] == self._mask).nonzero()[0]
         return self.prompt_length + int(masked[0]) if masked.size else len(tokens)
+
+    def decided(self, tokens: Array) -> Array:
+        """Return the sequence [T] without tokens that do not count yet, on which edits depend."""
+        return tokens
 
     def decide(self, candidates: Candidates) -> Commit:
         """Return the tokens to commit after the forward, in the order of the rule's choice."""

@@ -26,7 +26,7 @@ from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.diffusion.memory import Rates
-    from vllm.diffusion.models.config import DiffusionConfig
+    from vllm.diffusion.models.config import Architecture, DiffusionConfig
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.visibility import Visibility
 
@@ -44,6 +44,7 @@ def make_planner(
     decision whether a request fits is the same.
     """
     settings, parallel = settings_of(vllm_config), vllm_config.parallel_config
+    architecture: Architecture = vllm_config.model_config.hf_config.architecture
     shards = settings.sequence_parallel_size
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
     shape = model_shape(vllm_config, device)
@@ -56,7 +57,7 @@ def make_planner(
         shape,
         budget_bytes,
         row_budget(vllm_config),
-        uses_host=envs.use_host_residual(),
+        uses_host=architecture.can_stream and envs.use_host_residual(),
         host_bytes=host_cache_budget(parallel.tensor_parallel_size * shards),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
         rates=rates,
@@ -129,16 +130,17 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     architecture, width = config.architecture, config.hidden_size
     mlp_width = architecture.dense_width // num_ranks
     num_heads = config.num_attention_heads // num_ranks
-    num_kv_heads = max(1, config.num_key_value_heads // num_ranks)
+    all_kv_heads, head_dim = config.cache_heads
+    num_kv_heads = max(1, all_kv_heads // num_ranks)
     out = ops.WeightSpec(
         columns=width,
-        depth=num_heads * config.head_dim,
+        depth=num_heads * head_dim,
         dtype=model.dtype,
         has_bias=architecture.has_bias,
         device=device or torch.device(vllm_config.device_config.device_type),
         is_summed=num_ranks > 1,
     )
-    qkv_columns = (num_heads + 2 * num_kv_heads) * config.head_dim
+    qkv_columns = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = out._replace(columns=qkv_columns, depth=width)
     widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
     gate_up = qkv._replace(columns=2 * widest)
@@ -150,7 +152,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         hidden_size=width,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=head_dim,
         mlp_width=mlp_width,
         num_columns=-(-architecture.num_embeddings // num_ranks),
         dtype=model.dtype,
@@ -163,8 +165,10 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
             is_plain=vllm_config.quant_config is None and vllm_config.lora_config is None,
             quantises=any(kind.quantises for kind in kinds),
         ),
-        can_group_heads=all(kind.can_slice for kind in kinds) and not architecture.norms_all_heads,
-        collects_keys=not (is_short and config.head_dim in HEAD_DIMS),
+        can_group_heads=architecture.can_stream
+        and all(kind.can_slice for kind in kinds)
+        and not architecture.norms_all_heads,
+        collects_keys=not (is_short and head_dim in HEAD_DIMS),
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
@@ -225,7 +229,7 @@ def _host_memory() -> int:
 def _visibility_of(params: DiffusionParams) -> Visibility:
     """Return which positions of a request attend to which."""
     if params.has_causal_context:
-        return CausalContext(params.block_length)
+        return CausalContext(params.block_length, is_open=params.is_open)
     if params.is_block_causal:
         return BlockCausal(params.block_length, is_whole=params.completes_prompts)
     return FULL

@@ -20,7 +20,7 @@ from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -43,7 +43,7 @@ class SelfAttention:
     also work on one group of heads at a time, if weights can be sliced and no norm spans all heads.
     `q_norm` and `k_norm` are both given or both None: `RMSNorm` for a model that norms each head
     [hd], `AllHeadsRMSNorm` for a model that norms all heads together. `clip` limits the
-    projections' elements, before the norms.
+    projections' elements, before the norms. `kernel` computes attention to one source.
     """
 
     norm: RMSNorm
@@ -56,6 +56,7 @@ class SelfAttention:
     k_norm: RMSNorm | None = None
     clip: float | None = None
     adapter: OutputAdapter | None = None
+    kernel: Callable[..., Tensor] = attend
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -158,13 +159,14 @@ class SelfAttention:
             if q is None:
                 q = self._queries(x, rotary, group, buffers)
             if exchange is None:
-                heads = _attend_all(q, sources, buffers)
+                heads = _attend_all(q, sources, buffers, self.kernel)
             else:
                 exchanged = exchange.to_heads(q, buffers)
-                heads = exchange.to_rows(_attend_all(exchanged, sources, buffers), q, buffers)
+                exchanged = _attend_all(exchanged, sources, buffers, self.kernel)
+                heads = exchange.to_rows(exchanged, q, buffers)
             if self.adapter is not None and num_adapter_rows > 0:
                 self.adapter.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
-            self._add(x if updated is None else updated, heads, group, buffers)
+            self.add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """Compute the rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
@@ -207,7 +209,7 @@ class SelfAttention:
         if q is not None and rotary.scale is not None:
             q.mul_(rotary.scale[:, None, None])
 
-    def _add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
+    def add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         """Add Wo heads to x, with heads [R, H / groups, hd] of one group."""
         if x.shape[0]:
             features = slice(None) if group.count == 1 else group.part(self.query_width)
@@ -239,7 +241,9 @@ class SelfAttention:
         return self.num_kv_heads * self.head_dim
 
 
-def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Tensor:
+def _attend_all(
+    q: Tensor, sources: Sequence[KeySource], buffers: Buffers, kernel: Callable[..., Tensor]
+) -> Tensor:
     """Return the attention [R, H, hd] of the rows of every source to its keys."""
     attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
     attended.expect(buffers, len(q))
@@ -255,8 +259,8 @@ def _attend_all(q: Tensor, sources: Sequence[KeySource], buffers: Buffers) -> Te
         layout = sources[0].layout
         if layout.spans is not None and len(layout.spans) > 1:
             collected.expect(buffers, len(q))
-        return attend(q, sources[0].k, sources[0].v, layout)
+        return kernel(q, sources[0].k, sources[0].v, layout)
     heads = collected.take(buffers, len(q))
     for k, v, layout in sources:
-        attend(q[layout.rows], k, v, layout, out=heads[layout.rows])
+        kernel(q[layout.rows], k, v, layout, out=heads[layout.rows])
     return heads

@@ -25,7 +25,7 @@ from vllm.diffusion.layers.attention_backends import (
 from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies, rotary_rows
 from vllm.diffusion.layers.yarn import yarn_frequencies
-from vllm.diffusion.models.transformer import Transformer
+from vllm.diffusion.models.transformer import DiffusionLayer, Transformer
 from vllm.diffusion.models.updates import Updatable
 from vllm.diffusion.models.weights import checkpoint_name, module_names
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.adapters.adapted_rows import AdaptedRows
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
-    from vllm.diffusion.models.transformer import DiffusionLayer
 
 
 class DiffusionModel(Updatable):
@@ -56,6 +55,7 @@ class DiffusionModel(Updatable):
 
     rotary_frequencies: Tensor
     adapting: AdaptedRows | None = None
+    layer_class: type[DiffusionLayer] = DiffusionLayer
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -68,7 +68,8 @@ class DiffusionModel(Updatable):
             quant_config.apply_vllm_mapper(module_names(config.architecture))
         self.config, self.family = config, config.family
         self.architecture = architecture = config.architecture
-        self.model = Transformer(config, quant_config, maybe_prefix(prefix, "model"))
+        of_model = maybe_prefix(prefix, "model")
+        self.model = Transformer(config, quant_config, of_model, self.layer_class)
         self.lm_head = without_weight_packing(
             ParallelLMHead(
                 architecture.num_embeddings,
@@ -80,10 +81,8 @@ class DiffusionModel(Updatable):
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        frequencies = inverse_frequencies(config.rope_theta, architecture.rotary_dim)
-        frequencies = yarn_frequencies(frequencies, config.rope_theta, architecture.yarn)
         self._growth = architecture.growth_within(vllm_config.model_config.max_model_len)
-        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
+        self.register_buffer("rotary_frequencies", self.frequencies(config), persistent=False)
 
         qkv_proj, shard = self.layers[0].self_attn.qkv_proj, self.lm_head.shard_indices
         self.hidden_size = config.hidden_size
@@ -93,6 +92,11 @@ class DiffusionModel(Updatable):
         self.vocab_size = architecture.num_embeddings
         self.vocab_start: int = shard.org_vocab_start_index
         self.num_columns: int = shard.num_org_elements
+
+    def frequencies(self, config: DiffusionConfig) -> Tensor:
+        """Return the frequencies [rd / 2] fp32 of the rotary embedding."""
+        plain = inverse_frequencies(config.rope_theta, self.architecture.rotary_dim)
+        return yarn_frequencies(plain, config.rope_theta, self.architecture.yarn)
 
     @property
     def layers(self) -> Sequence[DiffusionLayer]:

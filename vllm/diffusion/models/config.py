@@ -66,6 +66,8 @@ class Architecture(NamedTuple):
         layer_names: name of every layer in the checkpoint.
         module_names: maps Llama's module names to different names in the checkpoint: first modules
             of the whole model, then modules of a layer.
+        can_stream: whether layers can be computed for one group of heads at a time, and for rows in
+            host memory.
     """
 
     num_embeddings: int
@@ -89,6 +91,7 @@ class Architecture(NamedTuple):
     yarn: Yarn | None = None
     query_growth: QueryGrowth | None = None
     module_names: Mapping[str, str] = MappingProxyType({})
+    can_stream: bool = True
 
     def growth_within(self, max_model_len: int) -> QueryGrowth | None:
         """Return the growth of queries if it changes any of `max_model_len` positions, else None.
@@ -171,6 +174,11 @@ class DiffusionConfig(PreTrainedConfig):
         return int(getattr(self, self.block_length_key, None) or DEFAULT_BLOCK_LENGTH)
 
     @property
+    def cache_heads(self) -> tuple[int, int]:
+        """Number and width of key/value heads with room for the keys of any layer."""
+        return self.num_key_value_heads, self.head_dim
+
+    @property
     def architecture(self) -> Architecture:
         """Facts that determine the model and the plan of its memory."""
         return Architecture(
@@ -203,9 +211,14 @@ def config_classes() -> dict[str, type[DiffusionConfig]]:
 
 def config_class_of(family: Family) -> type[DiffusionConfig]:
     """Return the configuration class of a family."""
-    module, _, name = family.config_class.partition(":")
-    config_class: type[DiffusionConfig] = getattr(import_module(module), name)
+    config_class: type[DiffusionConfig] = named_class(family.config_class)
     return config_class
+
+
+def named_class(path: str) -> Any:
+    """Return the class that "module:Class" names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _class_of(values: Mapping[str, Any], default: type[DiffusionConfig]) -> type[DiffusionConfig]:

@@ -89,7 +89,11 @@ class Transformer(nn.Module):
     """Embedding, layers and last norm."""
 
     def __init__(
-        self, config: DiffusionConfig, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        config: DiffusionConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        layer_class: type[DiffusionLayer] = DiffusionLayer,
     ) -> None:
         super().__init__()
         self.embed_tokens = without_weight_packing(
@@ -101,7 +105,7 @@ class Transformer(nn.Module):
             )
         )
         self.layers = nn.ModuleList(
-            DiffusionLayer(config, index, quant_config, f"{prefix}.layers.{index}")
+            layer_class(config, index, quant_config, f"{prefix}.layers.{index}")
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -141,9 +145,10 @@ def run_whole(
     layers: Sequence[DiffusionLayer],
     x: Tensor,
     rotary: Rotary,
-    span: Span,
+    spans: Sequence[Span],
     *,
     fp8_attention: bool = False,
+    marks: Sequence[Tensor] = (),
 ) -> Tensor:
     """Run all layers on all rows in one chunk per stage, as upstream calls models; return x.
 
@@ -151,10 +156,11 @@ def run_whole(
         layers: the layers.
         x: [T, D], embeddings of one sequence, updated in place.
         rotary: rotary table rows of its positions.
-        span: all rows, and the keys that they read.
+        spans: all rows, and the keys that they read.
         fp8_attention: whether attention is fp8, as in forwards of long sequences.
+        marks: tensors with an entry per row, for the feed-forward stages of some models.
     """
-    buffers, layout = FreshBuffers(x.device), AttentionLayout.of([span], x.device)
+    buffers, layout = FreshBuffers(x.device), AttentionLayout.of(spans, x.device)
     for layer in layers:
         attention = layer.attention
         if fp8_attention:
@@ -166,7 +172,7 @@ def run_whole(
         attention.keys_values(x, rotary, product, buffers)
         q, k, v = attention.split(product)
         attention.attend(x, rotary, [KeySource(k, v, layout)], q, buffers)
-        layer.mlp_stage.feed_forward(x, buffers)
+        layer.mlp_stage.feed_forward(x, buffers, *marks)
     return x
 
 

@@ -91,4 +91,5 @@ class UpstreamModel(DiffusionModel, SupportsQuant):
         visibility = self.family.visibility.with_blocks_of(self.config.block_length)
         span = Span(0, len(x), 0, len(x), visibility.kept_unit)
         rotary = self.rotary(positions)
-        return self.final_norm(run_whole(self.layers, x, rotary, span, fp8_attention=fp8_attention))
+        x = run_whole(self.layers, x, rotary, [span], fp8_attention=fp8_attention)
+        return self.final_norm(x)

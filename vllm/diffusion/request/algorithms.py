@@ -65,6 +65,8 @@ class Algorithm:
         causal_rule: its rule in families with causal context; None if it does not support them.
         drafts: for families with causal context: whether it writes tokens of a block that it may
             later reject.
+        is_open: whether it is for families without a mask token, whose canvases begin as noise.
+            They support no other algorithms.
         speculates: how its next states are drafted. "chain": each state from the previous one,
             because the number of committed positions does not depend on scores. "fan": several
             states after each one, for different numbers of committed positions. None: not at all,
@@ -91,6 +93,7 @@ class Algorithm:
     chooses_length: bool = False
     causal_rule: str | None = None
     drafts: bool = False
+    is_open: bool = False
     speculates: Literal["chain", "fan"] | None = "fan"
 
     @property
@@ -396,6 +399,26 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             causal_rule="self_speculation.Autoregressive",
             speculates=None,
         ),
+        Algorithm(
+            "entropy_bound",
+            "entropy_bound.EntropyBound",
+            "the whole canvas, when its most likely tokens stay the same for "
+            "`stability_threshold` steps and their mean entropy is below `confidence_threshold`, "
+            "or after `steps_per_block` steps. Until then every step draws all tokens, keeps those "
+            "with the lowest entropies, whose sum is limited by `entropy_bound`, and replaces the "
+            "others by noise",
+            source=15,
+            score="entropy",
+            pace="steps",
+            parameters=(
+                *("steps_per_block", "t_min", "t_max", "entropy_bound", "stability_threshold"),
+                *("confidence_threshold", "canvas_token_ids"),
+            ),
+            caches=_KEPT_BLOCKS,
+            causal_rule="entropy_bound.EntropyBound",
+            is_open=True,
+            speculates=None,
+        ),
     )
 }
 
@@ -417,6 +440,7 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
     is_shifted = family.logit_shift > 0
     if family.has_causal_context:
         causal = {name: a for name, a in table.items() if a.causal_rule is not None}
+        causal = {name: a for name, a in causal.items() if a.is_open == family.is_open}
         return {name: dataclasses.replace(a, speculates=None) for name, a in causal.items()}
     return {
         name: algorithm
@@ -469,6 +493,23 @@ def _delimiter_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, 
     return tuple(dict.fromkeys(ids))
 
 
+def _t_max(t_max: float, request: Request) -> float:
+    t_min = request.values["t_min"]
+    if request.algorithm.is_open and t_max <= t_min:
+        raise InvalidParameterError("t_max", t_max, f"wanted more than t_min, {t_min:g}")
+    return t_max
+
+
+def _canvas_token_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    length, size = request.lengths.block_length, request.model.vocab_size
+    if len(ids) != length or max(ids) >= size:
+        wanted = f"wanted {length} token ids (block_length) from 0 to {size - 1}"
+        raise InvalidParameterError("canvas_token_ids", list(ids), wanted)
+    return ids
+
+
 # A server may set every field of single algorithms.
 algorithm_param = partial(param, server_wide=True)
 
@@ -479,6 +520,7 @@ class AlgorithmParams:
 
     Attributes:
         steps_per_block: None if the algorithm has no steps.
+        canvas_token_ids: None for noise.
     """
 
     threshold: float = algorithm_param(
@@ -624,6 +666,41 @@ class AlgorithmParams:
         "adablock: lowest confidence at which a block ends after a delimiter",
         default=0.3,
         resolve=_score_threshold,
+    )
+    t_min: float = algorithm_param(
+        "entropy_bound: temperature of the logits that the last step would approach",
+        default=0.4,
+        minimum=0,
+    )
+    t_max: float = algorithm_param(
+        "entropy_bound: temperature of the logits in the first step of a canvas; above `t_min`",
+        default=0.8,
+        minimum=0,
+        resolve=_t_max,
+    )
+    entropy_bound: float = algorithm_param(
+        "entropy_bound: highest sum of the entropies of the positions accepted before a position, "
+        "in the order of their entropies",
+        default=0.1,
+        minimum=1e-9,
+    )
+    stability_threshold: int = algorithm_param(
+        "entropy_bound: number of earlier steps in which the most likely tokens must have been the "
+        "same as in the step that ends the canvas",
+        default=1,
+        minimum=0,
+    )
+    confidence_threshold: float = algorithm_param(
+        "entropy_bound: mean entropy of the canvas below which it may end before its last step; "
+        "with 0 it never does",
+        default=0.005,
+        minimum=0,
+    )
+    canvas_token_ids: tuple[int, ...] | None = param(
+        "entropy_bound: token ids with which the first canvas begins, instead of noise; exactly "
+        "block_length of them",
+        default_text="noise",
+        resolve=_canvas_token_ids,
     )
     initial_length: int = algorithm_param(
         "daedal: length of the first canvas in tokens, unless gen_length is given",

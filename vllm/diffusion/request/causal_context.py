@@ -22,9 +22,15 @@ class CausalContext(Visibility):
     once a causal forward pass over final tokens has computed it. Keys of the block being denoised
     are never final. Blocks may begin anywhere after the prompt, so the sequence has room for a
     whole block after the last position of an answer.
+
+    Attributes:
+        is_open: whether all positions of a block change until the block is finished. Then the last
+            finished block, or the prompt, is computed together with the first forward pass of the
+            block behind it, and rows of a block are marked (`WindowPart.block_start`).
     """
 
     block_length: int = 32
+    is_open: bool = False
 
     @property
     def kept_unit(self) -> int:
@@ -37,7 +43,7 @@ class CausalContext(Visibility):
         return length + self.block_length - 1
 
     def first_end(self, prompt_length: int) -> int:
-        return prompt_length
+        return prompt_length + self.block_length if self.is_open else prompt_length
 
     def parts(self, forward: Forward) -> tuple[WindowPart, ...]:
         window = forward.window
@@ -45,8 +51,14 @@ class CausalContext(Visibility):
             return (_CAUSAL.part(forward, window),)
         start = max(window.stop - self.block_length, window.start)
         block = FULL.part(forward, range(start, window.stop))
+        if self.is_open:
+            block = block._replace(block_start=start)
         context = range(window.start, start)
         return (_CAUSAL.part(forward, context), block) if context else (block,)
 
     def final(self, forward: Forward) -> range:
-        return _CAUSAL.final(forward) if forward.is_causal else range(0)
+        if forward.is_causal:
+            return _CAUSAL.final(forward)
+        window = forward.window
+        context = range(window.start, max(window.start, window.stop - self.block_length))
+        return _CAUSAL.final(forward._replace(window=context)) if self.is_open else range(0)

@@ -69,6 +69,8 @@ _IGNORED_IF_UNUSED = (
     *("steps", "block_length", "temperature", "remasking"),
     *(*NO_FILTERS, "thinking_token_budget"),
 )
+# Fields that have no meaning, or no implementation, without a mask token.
+_NOT_OF_OPEN = (*("mask_id", "logits_eos_inf", "confidence_dtype", "complete_blocks"),)
 # Keys of the values of a request that are no fields.
 _NO_FIELDS = frozenset(
     {
@@ -220,6 +222,9 @@ def decide(
     stop_token_ids = frozenset(fields.get("stop_token_ids", ()))
     request = _request(fields, model, prompt_token_ids, model.ids.stop | stop_token_ids, spec)
     _check(request)
+    if model.family.is_open:
+        _check_open(request, spec)
+        _check_no_score(score, model)
     _check_prompt(prompt_token_ids, model, request.values["allow_infill"])
     if score is None:
         _check_infill(request)
@@ -462,7 +467,7 @@ def _check(request: Request) -> None:
         field = BY_NAME[name]
         if not field.acts(algorithm, model) and value not in field.neutral:
             raise InvalidParameterError(name, value, _wanted_instead(field, algorithm, model))
-    if given.get("mask_id", model.ids.mask) != model.ids.mask:
+    if not model.family.is_open and given.get("mask_id", model.ids.mask) != model.ids.mask:
         wanted = f"wanted the model's: {model.ids.mask}"
         raise InvalidParameterError("mask_id", given["mask_id"], wanted)
     fields = [field for field in FIELDS if field.name in given]
@@ -521,6 +526,7 @@ def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreR
     Raises:
         InvalidParameterError: naming the prompt, or the key of `score`.
     """
+    _check_no_score(score, model)
     _check_prompt(prompt, model, allow_infill=True)
     return _score_request(score, model, prompt)
 
@@ -548,6 +554,24 @@ def _check_infill(request: Request) -> None:
     if request.given.get("allow_infill") and family.has_causal_context:
         wanted = f"wanted false: a model of family {family.name} reads a prompt causally"
         raise InvalidParameterError("allow_infill", True, wanted)
+
+
+def _check_no_score(score: Any, model: ServedModel) -> None:
+    if score is not None and model.family.is_open:
+        wanted = f"wanted none: a model of family {model.family.name} computes no likelihoods"
+        raise InvalidParameterError(SCORE, score, wanted)
+
+
+def _check_open(request: Request, spec: Spec | None) -> None:
+    """Refuse what a family without a mask token does not support."""
+    family = f"a model of family {request.model.family.name}"
+    if spec is not None:
+        raise InvalidParameterError(spec.field, spec.value, f"wanted none: {family} has no formats")
+    for name in _NOT_OF_OPEN:
+        default = BY_NAME[name].default
+        if request.given.get(name, default) != default:
+            wanted = f"wanted it left out: {family} does not use it"
+            raise InvalidParameterError(name, request.given[name], wanted)
 
 
 def _check_thinking(request: Mapping[str, Any], model: ServedModel) -> None:

@@ -128,6 +128,9 @@ def _bad_words(
     if len(sequences) > MAX_BAD_WORDS:
         wanted = f"wanted words of at most {MAX_BAD_WORDS} sequences of token ids"
         raise InvalidParameterError("bad_words", list(words), f"{wanted}, got {len(sequences)}")
+    if model.family.is_open and any(len(ids) > 1 for ids in sequences):
+        # Neighbours of a position are noise until the whole canvas is finished.
+        raise InvalidParameterError("bad_words", list(words), "wanted words of one token each")
     mask = model.ids.mask
     return tuple(
         ids for ids in sequences if len(ids) <= num_tokens and (len(ids) == 1 or mask not in ids)

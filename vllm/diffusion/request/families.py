@@ -46,6 +46,7 @@ class Family:
             position; only the algorithm `levenshtein` may propose them.
         think_tokens: names of the tokens that begin and end thinking, in families whose thinking
             `thinking_token_budget` can limit.
+        model_class: "module:Class" of its model.
         template_arguments: arguments of the chat template that a request may override.
     """
 
@@ -66,6 +67,7 @@ class Family:
     marks: tuple[str, ...] = ()
     edit_tokens: tuple[str, ...] = ()
     think_tokens: tuple[str, ...] = ()
+    model_class: str = "vllm.diffusion.models.upstream_model:UpstreamModel"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,6 +79,11 @@ class Family:
     def has_causal_context(self) -> bool:
         """Whether the prompt and finished blocks are read causally."""
         return isinstance(self.visibility, CausalContext)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a canvas has no mask token: it begins as noise, and all of it may change."""
+        return isinstance(self.visibility, CausalContext) and self.visibility.is_open
 
 
 LLADA = Family(
@@ -204,6 +211,17 @@ NEMOTRON = Family(
     think_tokens=("<think>", "</think>"),
 )
 
+DIFFUSION_GEMMA = Family(
+    name="diffusion-gemma",
+    architectures=("DiffusionGemmaForBlockDiffusion",),
+    model_types=("diffusion_gemma",),
+    config_class="vllm.diffusion.models.diffusion_gemma:DiffusionGemmaConfig",
+    default_algorithm="entropy_bound",
+    defaults={"temperature": 1.0, "steps_per_block": 48},
+    visibility=CausalContext(is_open=True),
+    model_class="vllm.diffusion.models.gemma_model:GemmaModel",
+)
+
 # Its checkpoints have Llama's model type and architecture, which remain upstream's.
 DIFFULLAMA = Family(
     name="diffullama",
@@ -252,6 +270,7 @@ A2D_LLAMA = replace(
 FAMILIES: tuple[Family, ...] = (
     *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA, A2D_QWEN3, A2D_QWEN2, A2D_LLAMA),
     *(LLADA2, LLADA21, LLADA22, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER, NEMOTRON),
+    DIFFUSION_GEMMA,
 )
 
 ARCHITECTURES = frozenset(name for family in FAMILIES for name in family.architectures)

@@ -303,6 +303,10 @@ def _grid_block(request: Request) -> int:
     """
     name, model = "block_length", request.model
     block_length: int = request.given.get(name, usual_block(model))
+    longest = model.block_length or DEFAULT_BLOCK
+    if model.family.is_open and block_length > longest:
+        wanted = f"wanted at most the length of the checkpoint's canvas, {longest}"
+        raise InvalidParameterError(name, block_length, wanted)
     if block_length % model.block_unit == 0:
         return block_length
     if name not in request.given:

@@ -37,8 +37,8 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     Attributes:
         stop_ids: ids that end the answer. It is empty with `ignore_eos`, which also turns off
             `early_stop`.
-        logit_shift, is_block_causal, has_causal_context, scores_after_filters, counts_masks,
-            completes_prompts: values of the family.
+        logit_shift, is_block_causal, has_causal_context, is_open, scores_after_filters,
+            counts_masks, completes_prompts: values of the family.
         edit_ids: the tokens that delete and that insert a position.
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
@@ -48,6 +48,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
             `logprob_token_ids` is set, it is their number.
         logprob_token_ids: tokens whose log probabilities are reported instead of the most likely.
         ignored: names of standard fields that were given and have no effect.
+        vocab_size: rows of the embedding.
         score: set in a likelihood request, whose canvas is empty.
         num_answers: number of requests with this prompt that differ only in the seed.
         guide: compiled format of the answer, if it has one.
@@ -63,6 +64,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     logit_shift: int = derived(lambda r: r.model.family.logit_shift)
     is_block_causal: bool = derived(lambda r: r.model.family.is_block_causal)
     has_causal_context: bool = derived(lambda r: r.model.family.has_causal_context)
+    is_open: bool = derived(lambda r: r.model.family.is_open)
     scores_after_filters: bool = derived(lambda r: r.model.family.scores_after_filters)
     counts_masks: bool = derived(lambda r: r.model.family.counts_masks)
     completes_prompts: bool = derived(lambda r: r.model.family.visibility.is_whole)
@@ -76,6 +78,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     logprobs: int | None = derived(lambda r: len(r.logprob_token_ids) or r.logprobs)
     logprob_token_ids: tuple[int, ...] = derived(lambda r: r.logprob_token_ids)
     ignored: tuple[str, ...] = derived(lambda r: r.ignored)
+    vocab_size: int = derived(lambda r: r.model.vocab_size)
 
     edits: Edits | None = None
     guide: Guide | None = None

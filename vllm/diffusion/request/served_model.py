@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.families import Family
 
 
+NO_MASK = -1  # the mask token of models without one: marks positions that have no token yet
+
+
 @dataclass(frozen=True)
 class SpecialIds:
     """Special token ids of one checkpoint.
 
     Attributes:
-        mask: the mask token.
+        mask: the mask token; `NO_MASK` for families without one.
         eos: end of sequence; None if the checkpoint has none.
         eot: end of turn; None if the tokenizer has none.
         stop: every id that ends an answer (eos, eot and the ids of generation_config.json).

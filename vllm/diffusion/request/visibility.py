@@ -40,6 +40,8 @@ class WindowPart(NamedTuple):
     Attributes:
         num_keys, block_length: keys that are read, see `Visibility.seen_by`.
         reads_kept: whether some keys that are read are not computed by the forward pass.
+        block_start: start of the block that is denoised, if the positions belong to it and the
+            family's layers compute its rows in another way than others; otherwise -1.
     """
 
     first: int
@@ -47,6 +49,7 @@ class WindowPart(NamedTuple):
     num_keys: int
     block_length: int
     reads_kept: bool
+    block_start: int = -1
 
 
 @dataclass(frozen=True)

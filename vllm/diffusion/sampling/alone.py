@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,8 +68,11 @@ def sample_alone(
     logits: torch.Tensor, group: RowGroup, model: LogitsModel
 ) -> Samples[torch.Tensor]:
     """Sample a group without a key; arguments as for `sample_group`, result as for `sample`."""
+    if group.adjust is not None and group.scoring.adjusts_first:
+        logits = group.adjust(ops.gather_columns(logits, model.vocab_size), group.positions)
+        group = replace(group, adjust=None)
     if not group.has_extras:
-        return Samples.of(sample_plain(logits, group, model.vocab_start, model.vocab_size))
+        return Samples.of(sample_group(logits, group, model))
     # Log probabilities come before the choice, which may overwrite the logits.
     if group.token_ids is not None:
         (token_ids,) = ops.to_device((group.token_ids,), logits.device)

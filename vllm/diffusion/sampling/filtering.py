@@ -28,6 +28,8 @@ def filters_of(params: DiffusionParams, scoring: CandidateScoring) -> ops.Filter
 
     Only Dream's reference filters at temperature 0, where filters change scores; it has no min-p.
     """
+    if scoring.adjusts_first:
+        return None
     is_drawn = params.temperature > 0
     if not is_drawn and scoring.draw != "categorical":
         return None

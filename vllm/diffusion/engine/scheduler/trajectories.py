@@ -53,8 +53,14 @@ def trajectory_of(item: RequestState, trajectory: Trajectory) -> dict[str, Any]:
         "weight_version": _label(item, trajectory),
         "weight_steps": [list(span) for span in trajectory.weight_steps],
         "parameters": parameters_of(params),
-        "replayable": params.cache in ("none", "exact") and params.algorithm != "credit",
+        "replayable": _is_replayable(params),
     }
+
+
+def _is_replayable(params: DiffusionParams) -> bool:
+    """Whether the commits determine the input of every forward pass."""
+    is_exact = params.cache in ("none", "exact") and params.algorithm != "credit"
+    return is_exact and not params.is_open
 
 
 def parameters_of(params: DiffusionParams) -> dict[str, Any]:

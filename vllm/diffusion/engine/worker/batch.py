@@ -75,6 +75,7 @@ class Packing:
             location in the batch.
         num_own: number of sequences that read keys of this step; the later sequences read cached
             keys.
+        block_starts: column, as in `Span`.
     """
 
     items: tuple[BatchItem, ...]
@@ -89,6 +90,7 @@ class Packing:
     first_keys: Array
     first_kept: Array
     num_own: int
+    block_starts: Array
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -99,6 +101,7 @@ class Packing:
         )
         starts, in_pages = [0, *self.ends[:-1].tolist()], np.arange(self.ends.size) >= self.num_own
         columns = (starts, *(column.tolist() for column in numbers), in_pages.tolist())
+        columns = (*columns, self.block_starts.tolist())
         return tuple([Span(*sequence) for sequence in zip(*columns, strict=True)])
 
     @cached_property
@@ -265,7 +268,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
                 slots.append(cache.slots[kept_start + first : kept_start + stop])
     starts = np.array(kept_starts)
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
-    firsts, stops, num_keys, block_lengths, reads_kept = table.T
+    firsts, stops, num_keys, block_lengths, reads_kept, block_starts = table.T
     counts = stops - firsts
     ends = counts.cumsum()
     offsets = ends - counts - firsts
@@ -283,6 +286,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         first_keys=np.where(reads_kept, first_kept, offsets),
         first_kept=first_kept,
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
+        block_starts=block_starts,
     )
 
 

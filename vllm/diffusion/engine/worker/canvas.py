@@ -168,7 +168,7 @@ class Canvas:
         if self._editor is None:
             return None
         sequence = self.tokens if tokens is None else tokens
-        return self._editor.of(sequence, positions + self.prompt_length)
+        return self._editor.of(self.rule.decided(sequence), positions + self.prompt_length)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:

@@ -41,8 +41,11 @@ class CanvasGuest:
         """Return the joint choices of candidates of the next forward, by position."""
         return []
 
-    def fill(self, start: int, token: int, end: int | None) -> None:
-        """Handle a fill: the rule sets all positions from `start`, before `end`, to `token`."""
+    def fill(self, start: int, token: int | Array, end: int | None) -> None:
+        """Handle a fill: the rule sets all positions from `start`, before `end`, to `token`.
+
+        `token` may be an array of one token per position.
+        """
 
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
         """Return what to commit if the rule has chosen `commit` from `candidates`."""

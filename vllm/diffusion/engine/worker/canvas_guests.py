@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.decoding.entropy_bound import EntropyBound
 from vllm.diffusion.engine.worker.constrained import Constraint
+from vllm.diffusion.engine.worker.open_canvas import OpenProposals, OpenRecorder
 from vllm.diffusion.engine.worker.proposals import Proposals
 from vllm.diffusion.engine.worker.recording import CompleteBlocks, Recorder
 from vllm.diffusion.sampling import LogitEditor
@@ -32,13 +34,16 @@ def guests_of(
     guests: list[CanvasGuest] = []
     if params.guide is not None:
         guests.append(Constraint(params, tokens, prompt_length))
-    if params.num_logprobs is not None:
+    if params.num_logprobs is not None and isinstance(rule, EntropyBound):
+        guests.append(OpenProposals(params, prompt_length, rule))
+    elif params.num_logprobs is not None:
         guests.append(Proposals(params, prompt_length))
     if params.complete_blocks:
         guests.append(CompleteBlocks(params, tokens, prompt_length, rule))
     # The recorder comes after all guests that change a commit.
     if params.return_trajectory:
-        guests.append(Recorder(params, tokens, prompt_length, rule))
+        recorder = OpenRecorder if params.is_open else Recorder
+        guests.append(recorder(params, tokens, prompt_length, rule))
     for guest in guests:
         guest.begin(tokens)
     return tuple(guests)

@@ -139,4 +139,5 @@ def is_copied(canvas: Canvas) -> bool:
 
 def shares_first_forward(params: DiffusionParams) -> bool:
     """Whether a request belongs to several answers whose first forwards are equal."""
-    return params.num_answers > 1 and params.cache not in ("frozen", "exact")
+    is_alike = params.num_answers > 1 and not params.is_open  # noise differs from answer to answer
+    return is_alike and params.cache not in ("frozen", "exact")

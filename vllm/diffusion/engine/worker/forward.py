@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -28,7 +29,7 @@ from vllm.diffusion.memory import chunks
 from vllm.diffusion.sampling import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -47,6 +48,7 @@ _ALL = slice(None)
 T = TypeVar("T")
 # Work that stops before every chunk and yields the predicted seconds of the chunk.
 Chunked: TypeAlias = Generator[float, None, T]
+Marks: TypeAlias = "Sequence[Tensor]"
 
 
 class BodyOutputs(NamedTuple):
@@ -78,6 +80,8 @@ class ForwardPass:
     Attributes:
         note_first: receives a part of a step and its hidden states [r, D], which other requests may
             need; None if no request shares its prompt.
+        condition: changes the embeddings [T, D] of a step, and returns tensors with an entry per
+            row for the feed-forward stages; None for most models.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class ForwardPass:
     ) -> None:
         self.model, self.pool, self.caches, self.ranks = model, pool, caches, ranks
         self.note_first: Callable[[StepBatch, SamplePart[Array], Tensor], None] | None = None
+        self.condition: Callable[[StepBatch, Tensor], Marks] | None = None
 
     def run(self, rows: SampleRows, plan: Plan, body: BodyOutputs | None = None) -> Chunked[Tensor]:
         """Compute a step chunk by chunk and return the table of its samples.
@@ -108,8 +113,11 @@ class ForwardPass:
                 inputs, samples = ops.to_device(host_inputs, caches.device)
                 if batch.slot_mapping.size:
                     caches.begin_step(batch.slot_mapping, reads=batch.reads_kept)
-                memory, runs_all_rows = (pool, pool, caches), model.routes_windows
-                body = yield from run_body(model, inputs, plan, *memory, to_the_end=runs_all_rows)
+                body = yield from run_body(
+                    *(model, inputs, plan, pool, pool, caches),
+                    to_the_end=model.routes_windows,
+                    condition=None if self.condition is None else partial(self.condition, batch),
+                )
             sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
                 for part, on_device in zip(parts, samples, strict=True):
@@ -158,21 +166,21 @@ def run_body(
     caches: PageStore,
     *,
     to_the_end: bool = False,
+    condition: Callable[[Tensor], Marks] | None = None,
 ) -> Chunked[BodyOutputs]:
     """Run all layers on all rows, except the stages after the keys and values of the last layer.
 
     `residents` holds buffers that live from stage to stage, `scratch` buffers of a single stage.
-    With `to_the_end` the last layer runs all its stages, too.
+    With `to_the_end` the last layer runs all its stages, too. `condition` is that of `ForwardPass`.
     """
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (buffer,) = stages.residual(model.dtype, model.hidden_size)
     whole = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
+    marks = () if condition is None else condition(whole)
     x = whole if model.adapting is None else model.adapting.watch(whole)
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
-
     num_heads = model.num_heads if plan.layout.keep_queries else 0
     product = _projections(model, num_heads, num_rows, residents)
-    # The chunks are the same for all layers, so they are computed once.
     writing = list(chunks(num_rows, plan.rows.keys_values))
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.layouts, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
@@ -202,7 +210,7 @@ def run_body(
                 layer.attention.attend(*arguments, num_adapter_rows=rows.stop - first_adapter_row)
         for rows in feeding:
             yield seconds.feed_forward
-            layer.mlp_stage.feed_forward(x[rows], scratch)
+            layer.mlp_stage.feed_forward(x[rows], scratch, *[mark[rows] for mark in marks])
     if to_the_end:
         return BodyOutputs(whole, inputs.positions, rotary, None)
     product = _projections(model, 0, num_rows, residents)

@@ -122,11 +122,11 @@ class Proposals(CanvasGuest):
         self._tokens[at, 1:] = logprobs.top_tokens.numpy()[:, is_recorded].T
         self._logprobs[at, 1:] = logprobs.top.numpy()[:, is_recorded].T
 
-    def fill(self, start: int, token: int, end: int | None) -> None:
+    def fill(self, start: int, token: int | NDArray[np.int64], end: int | None) -> None:
         """Record that the rule has set positions from `start` on to `token`, which is certain."""
         before = self._prompt_length
         filled = slice(start - before, None if end is None else end - before)
-        self._tokens[filled] = token
+        self._tokens[filled] = np.reshape(token, (-1, 1))
         self._logprobs[filled] = 0.0
         self._ranks[filled] = 1
 

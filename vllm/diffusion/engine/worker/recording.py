@@ -136,7 +136,8 @@ class Recorder(CanvasGuest):
             self._weight_steps.pop()  # no step was computed with these weights
         self._weight_steps.append((generation, following))
 
-    def fill(self, start: int, token: int, end: int | None) -> None:
+    def fill(self, start: int, token: int | Array, end: int | None) -> None:
+        assert isinstance(token, int)
         self._noted.append((self._step, start, token, end))
 
     def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:

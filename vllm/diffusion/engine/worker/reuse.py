@@ -134,7 +134,8 @@ class Exact(Windows):
     A forward starts at the end of the cached positions. So the prompt, a finished block, and
     positions whose pages were taken away are all computed in the same way: together with the rule's
     rows, or before them in parts of whole blocks. A causal context is cached up to any position. It
-    is computed before the block that is denoised, whose forward caches nothing.
+    is computed before the block that is denoised, or together with it. The block's own keys are
+    not cached.
 
     Args:
         visibility: blocks of the request.
@@ -155,7 +156,7 @@ class Exact(Windows):
             end = kept + room - room % self._visibility.block_length
             if kept < start:  # no row of the rule is cached before it has been sampled
                 end = min(end, start)
-        return Forward(range(kept, end), kept, is_causal=self.is_causal or is_apart)
+        return Forward(range(kept, end), kept, is_causal=self.is_causal or end <= start)
 
     def computed(self, forward: Forward, committed: int) -> None:
         ended = forward._replace(committed=committed)
@@ -186,4 +187,4 @@ def windows_of(
     if visibility.block_length == 0:
         raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
     fuses = isinstance(visibility, BlockCausal) and envs.fuses_commits()
-    return Exact(visibility, fuses=fuses)
+    return Exact(visibility, fuses=fuses or params.is_open)

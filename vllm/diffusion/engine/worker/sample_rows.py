@@ -94,7 +94,7 @@ class SampleRows:
                 RowGroup(
                     params=canvas.params,
                     scoring=canvas.rule.scoring,
-                    step=canvas.num_steps,
+                    step=canvas.num_steps - canvas.rule.first_step,
                     forbid_mask=canvas.rule.forbid_mask,
                     rows=rows,
                     unconditional_rows=unconditional,
@@ -250,9 +250,9 @@ def _runs(sequence: Span, positions: Array) -> list[Span]:
 
     Only the number of queries of each run is meaningful.
     """
-    _, _, start, stop, block_length, _, in_pages = sequence
+    start, stop, block_length, in_pages = *sequence[2:5], sequence.in_pages
     if not block_length:
-        return [Span(0, positions.size, start, stop, in_pages=in_pages)]
+        return [sequence._replace(q_start=0, q_end=positions.size, first=0)]
     runs = []
     while positions.size:
         end = (int(positions[0]) // block_length + 1) * block_length

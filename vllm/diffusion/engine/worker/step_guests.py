@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.speculation import Speculation, can_speculate
+from vllm.diffusion.engine.worker.expected_embeddings import ExpectedEmbeddings
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.length_search import LengthSearch, searches_length
 
@@ -20,6 +21,8 @@ def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[Ste
     kinds: list[type[StepGuest]] = []
     if shares_first_forward(new.params):
         kinds.append(FirstForwards)
+    if new.params.is_open:
+        kinds.append(ExpectedEmbeddings)
     # Extra items need all rows on one rank, and the keys and values of drafts need pages on the
     # device.
     is_alone = runner.ranks.sequence.size == 1
