@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import AdapterError, InvalidParameterError
-from vllm.exceptions import VLLMNotFoundError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ async def choose_model(models: OpenAIServingModels, name: Any) -> None:
 
     Raises:
         VLLMNotFoundError: HTTP 404, for a name that is not served.
+        VLLMValidationError: HTTP 400, for an adapter that a resolver finds and nobody can serve.
     """
     _requested.set(None)
     if not isinstance(name, str) or not name or models.is_base_model(name):
@@ -96,7 +98,10 @@ async def choose_model(models: OpenAIServingModels, name: Any) -> None:
     found = models.lora_requests.get(name)
     if found is None and models.lora_resolvers:
         resolved = await models.resolve_lora(name)
-        found = resolved if isinstance(resolved, LoRARequest) else None
+        if isinstance(resolved, LoRARequest):
+            found = resolved
+        elif resolved.error.code == HTTPStatus.BAD_REQUEST:
+            raise VLLMValidationError(resolved.error.message)
     if found is None:
         served = [model.name for model in models.base_model_paths]
         names = ", ".join([*served, *models.lora_requests])
