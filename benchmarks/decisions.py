@@ -6,9 +6,9 @@
         [--output-dir results/decisions]
     benchmarks/decisions.py --questions 20 40 --format short [--clients 64] [--quantization fp8]
 
-The server has a released shape, random weights, and a tokenizer whose tokens are words of docs/, so
-that calls have about as many rows as with a released tokenizer. These rates are measured, in this
-order:
+The server has a released shape, random weights, and a tokenizer whose tokens are words of docs/. A
+call then has about the number of rows that a released tokenizer gives it. These rates are measured,
+in this order:
 
     steps       rows per second of steps of 4,096 rows, from the server's own metrics, while double
                 that number of requests generate

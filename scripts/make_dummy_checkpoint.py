@@ -268,6 +268,25 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ("nemotron", "8b"): nemotron(34, 4096, 14336),
     ("nemotron", "3b"): nemotron(26, 3072, 9216),
     ("nemotron", "14b"): nemotron(40, 5120, 16384, theta=1e9),
+    # Qwen3-0.6B-diffusion-mdlm; the tokens have Dream's names
+    ("a2d", "0.6b"): Preset(
+        sizes=layers(28)
+        | {
+            "architectures": ["A2DQwen3LMHeadModel"],
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40960,
+            "model_type": "a2d-qwen3",
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        token_ids=QWEN_TOKEN_IDS | {"<|beginoftext|>": 151665, "<|mask|>": 151669},
+        like="dream",
+    ),
     # Stable-DiffCoder-8B-Base, Stable-DiffCoder-8B-Instruct; the tokens have Dream's names
     ("stable-diffcoder", "8b"): Preset(
         sizes=layers(32)

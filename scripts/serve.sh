@@ -63,7 +63,7 @@ serve_family() {
   [ ! -d "$model" ] || names=(--served-model-name "$(basename -- "$(realpath -s -- "$model")")" "$model")
 
   local tiny=$family # the family, or a similar one that has a tiny model
-  case $family in stable-diffcoder) tiny=llada ;; esac
+  case $family in stable-diffcoder | a2d) tiny=llada ;; esac
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
     "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
     "Face Hub; for a try without a download: .venv/bin/python scripts/make_tiny_model.py" \

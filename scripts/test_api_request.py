@@ -65,6 +65,7 @@ FAMILIES = {
     "llada22": ModelFamily(156895, port=8905),
     "nemotron": ModelFamily(100, port=8906),
     "stable-diffcoder": ModelFamily(5, port=8907, block_length=4),
+    "a2d": ModelFamily(151669, port=8909),
 }
 
 

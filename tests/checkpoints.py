@@ -139,6 +139,10 @@ TOKENIZER_STYLES = {
     "diffullama": TokenizerStyle(
         DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", CHATML_TEMPLATE
     ),
+    **dict.fromkeys(
+        ("a2d_qwen3", "a2d_qwen2", "a2d_llama"),
+        TokenizerStyle(DREAM_SPECIAL_TOKENS, "<|beginoftext|>", "<|mask|>", SDAR_CHAT_TEMPLATE),
+    ),
     "fast_dllm": TokenizerStyle(
         FAST_DLLM_SPECIAL_TOKENS, None, None, DREAM_CHAT_TEMPLATE, nfc=True
     ),
@@ -189,6 +193,10 @@ FAMILY_CASES: dict[str, Case] = {
     "moe_fused": Case(seed=9, family="moe", fused_experts=True),
     "moe_dense_mix": Case(seed=1, family="moe", overrides={"moe_layer_freq": [1, 0, 1]}),
     "moe_bias": Case(seed=13, family="moe", overrides={"moe_router_enable_expert_bias": True}),
+    # The tensors of Qwen3, Qwen2 and Llama; config.json does not name the mask token.
+    "a2d_qwen3": Case(seed=3, family="a2d_qwen3"),
+    "a2d_qwen2": Case(seed=5, family="a2d_qwen2"),
+    "a2d_llama": Case(seed=7, family="a2d_llama"),
 }
 
 # The configuration of Llama does not name the mask token.
@@ -321,6 +329,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "a2d_qwen3": (
+        "sdar",
+        {**SDAR, "architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
+        | {"auto_map": remote_code("_qwen3", "A2DQwen3LMHead"), "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention"] * 3, "rope_theta": 1e6},
+    ),
+    "a2d_qwen2": (
+        "dream",
+        {**TINY, "architectures": ["A2DQwen2LMHeadModel"], "model_type": "a2d-qwen2"}
+        | {"auto_map": remote_code("_qwen2", "A2DQwen2LMHead"), "max_window_layers": 3},
+    ),
+    "a2d_llama": (
+        "dream",
+        {**TINY, "architectures": ["A2DLlamaLMHeadModel"], "model_type": "a2d-llama"}
+        | {"attention_bias": False, "mlp_bias": False, "head_dim": 16}
+        | {"num_key_value_heads": 2, "pretraining_tp": 1, "rope_theta": 500000.0},
+    ),
     "diffullama": (  # the keys are Llama's
         "dream",
         {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -330,6 +355,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "a2d_qwen3": ("mask_token_id", "block_size", "fuse_cross_entropy"),
+    "a2d_qwen2": ("mask_token_id",),
+    "a2d_llama": (*("mask_token_id", "max_window_layers", "sliding_window", "use_sliding_window"),),
     "stable_diffcoder": (
         *("mask_token_id", "pad_token_id", "max_window_layers"),
         *("sliding_window", "use_sliding_window"),

@@ -237,6 +237,15 @@ class StableDiffCoderReference(Reference):
     network = staticmethod(dense_network)
 
 
+class A2DReference(Reference):
+    """A2D, whose networks are those of Qwen3 (as SDAR), Qwen2 (as Dream) and Llama."""
+
+    @staticmethod
+    def network(config: Config) -> Decoder:
+        networks = {"a2d-qwen3": sdar.network, "a2d-qwen2": dream.network}
+        return networks.get(config["model_type"], dense_network)(config)
+
+
 class NemotronReference(Reference):
     """Nemotron, whose context is causal, while a block that is denoised also attends to itself."""
 
@@ -260,6 +269,7 @@ REFERENCES: dict[str, type[Reference]] = {
     **dict.fromkeys(("DreamModel", "DreamForDiffusionLM"), DreamReference),
     "LlamaForCausalLM": DreamReference,  # DiffuLLaMA
     "StableDiffcoderForCausalLM": StableDiffCoderReference,
+    **{f"A2D{name}LMHeadModel": A2DReference for name in ("Qwen3", "Qwen2", "Llama")},
     "NemotronLabsDiffusionModel": NemotronReference,
     **dict.fromkeys(("LLaDAMoEModelLM", "LLaDAMoEForDiffusionLM"), LLaDAMoEReference),
     "SDARForCausalLM": SDARReference,

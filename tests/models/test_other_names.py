@@ -17,6 +17,7 @@ from vllm.diffusion.process.other_names import refuse_unsupported
 
 SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+A2D = {"architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 REFUSION = {"AutoModelForCausalLM": "modeling_qwen3_refusion.Qwen3ForCausalLM"}
 PLAIN = {"AutoModelForCausalLM": "modeling_qwen3.Qwen3ForCausalLM"}
@@ -33,9 +34,11 @@ def refuse(
     has_mask: bool = False,
     has_adapter: bool = False,
     generates: bool = True,
+    name: str = "/models/some",
 ) -> None:
     refuse_unsupported(
         config,
+        name=name,
         has_mask_token=lambda: has_mask,
         has_adapter=lambda: has_adapter,
         generates=generates,
@@ -60,10 +63,10 @@ def refuse(
             "EfficientDLM: this checkpoint is Efficient-DLM, a diffusion model",
         ),
         (
-            {"architectures": ["A2DQwen3LMHeadModel"], "model_type": "a2d-qwen3"},
-            "A2DQwen3LMHeadModel: this checkpoint is an A2D model",
+            {**A2D, "a2d_kind": "bd3lm"},
+            "a2d_kind: given bd3lm (a2d_kind bd3lm); wanted mdlm: block diffusion of A2D models",
         ),
-        ({"model_type": "a2d-qwen2"}, "model_type a2d-qwen2: this checkpoint is an A2D model"),
+        ({**A2D, "block_size": 32}, "a2d_kind: given bd3lm (block_size 32); wanted mdlm"),
     ],
 )
 def test_other_models_are_refused_by_name(config: dict[str, Any], message: str) -> None:
@@ -71,6 +74,26 @@ def test_other_models_are_refused_by_name(config: dict[str, Any], message: str) 
         refuse(config)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_masked"),
+    [
+        ("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", True),
+        ("/models/Qwen3-0.6B-diffusion-bd3lm-v0.1/", False),
+        ("/models/BD3LM", False),
+        ("/bd3lm/some", True),
+        ("was-mdlm-now-bd3lm", False),
+        ("was-bd3lm-now-mdlm", True),
+    ],
+)
+def test_the_last_name_of_a_training_decides_for_a2d(name: str, is_masked: bool) -> None:
+    if is_masked:
+        refuse(A2D, name=name)
+    else:
+        with pytest.raises(ServerConfigError, match="wanted mdlm"):
+            refuse(A2D, name=name)
+    refuse({**A2D, "a2d_kind": "mdlm"}, name=name)
 
 
 @pytest.mark.parametrize("block_size", [None, 4, 8, 16, 32, 64])

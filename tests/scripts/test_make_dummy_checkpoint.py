@@ -25,6 +25,7 @@ BILLIONS = {
     ("sdar-moe", "30b-a3b"): 30.5,
     ("fast-dllm", "7b"): 7.6,
     ("stable-diffcoder", "8b"): 8.25,
+    ("a2d", "0.6b"): 0.6,
     ("nemotron", "8b"): 8.5,
     ("nemotron", "3b"): 3.8,
     ("nemotron", "14b"): 13.5,

@@ -28,6 +28,7 @@ SERVERS = {
     "llada22": ("llada2.2-mini", 8905, 131072),
     "nemotron": ("nemotron-labs-diffusion-8b", 8906, 131072),
     "stable-diffcoder": ("stable-diffcoder-8b-instruct", 8907, 8192),
+    "a2d": ("qwen3-0.6b-diffusion-mdlm", 8909, 32768),
 }
 SERVER_SCRIPTS = {family: f"run_{family.replace('-', '_')}_server.sh" for family in SERVERS}
 WITH_HELP = (
@@ -73,7 +74,7 @@ def test_defaults_of_a_family(home: Path, family: str) -> None:
     done = run(home / "scripts" / script)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    others = {"stable-diffcoder": "llada"}  # has no tiny model
+    others = {"stable-diffcoder": "llada", "a2d": "llada"}  # have no tiny model
     like = others.get(family, family)
     tiny = (f"make_tiny_model.py --family {like}", f"models/{like}-tiny")
     for word in ("MODEL_DIR", variable, "MOSAIC_MODEL_ROOT", str(home / "models" / name), *tiny):

@@ -60,8 +60,8 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if upstream_envs.VLLM_BATCH_INVARIANT:
         raise ServerConfigError(
-            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of these models' answers "
-            "depends on the other requests of a step"
+            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of an answer depends on other "
+            "requests"
         )
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):

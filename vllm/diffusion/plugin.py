@@ -108,6 +108,7 @@ def _refuse_other_names(engine: EngineArgs) -> None:
 
     other_names.refuse_unsupported(
         {**config, **overrides},
+        name=engine.model,
         has_mask_token=has_mask_token,
         has_adapter=has_adapter,
         generates=engine.runner != "pooling" and engine.convert in ("auto", "none"),

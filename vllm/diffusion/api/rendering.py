@@ -51,7 +51,8 @@ class DiffusionRenderer(HfRenderer):
     def _with_tools(self, messages: Any, params: Any) -> tuple[list[Any], Any]:
         """Check messages and arguments; add tools to the messages if the template lists none."""
         _check(messages, params)
-        given = params.chat_template_kwargs
+        own = self.model_config.hf_config.family.template_arguments
+        given = {**own, **params.chat_template_kwargs}
         template = resolve_chat_template(
             self.get_tokenizer(),
             params.chat_template,

@@ -8,31 +8,33 @@ start with the name of the model that it is.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.request.families import A2D_KIND
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+logger = init_logger(__name__)
 
 _SDAR = "SDARForCausalLM"
 _QWENS = {"Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
 _REGULAR_CAUSAL = "use_regular_causal"
 # Numbers of masks of a stride of I-DLM. SDAR has blocks of 4, 8, 16, 32 or 64 positions.
 _STRIDES = (1, 2, 3, 7)
-_A2D = "an A2D model of dllm"
-_UNSUPPORTED = {
-    "EfficientDLM": "Efficient-DLM",
-    "A2DQwen2LMHeadModel": _A2D,
-    "A2DQwen3LMHeadModel": _A2D,
-    "A2DLlamaLMHeadModel": _A2D,
-}
+_UNSUPPORTED = {"EfficientDLM": "Efficient-DLM"}
+# Kinds of training of A2D models, whose config.json does not state the kind.
+_MASKED, _BLOCKS = "mdlm", "bd3lm"
 
 
 def refuse_unsupported(
     config: Mapping[str, Any],
     *,
+    name: str,
     has_mask_token: Callable[[], bool],
     has_adapter: Callable[[], bool],
     generates: bool,
@@ -41,6 +43,7 @@ def refuse_unsupported(
 
     Args:
         config: config.json, with the values of `--hf-overrides`.
+        name: the checkpoint's folder, or its name on the Hugging Face Hub.
         has_mask_token: returns whether the tokenizer has a mask token.
         has_adapter: returns whether the checkpoint has a folder `adapter`.
         generates: whether the checkpoint is to generate text.
@@ -50,15 +53,17 @@ def refuse_unsupported(
     """
     architectures = config.get("architectures")
     named = architectures if isinstance(architectures, list) else []
-    for name in named:
-        if name in _UNSUPPORTED:
-            raise ServerConfigError(_message(name, _UNSUPPORTED[name]))
-    model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type.startswith("a2d-"):
-        raise ServerConfigError(_message(f"model_type {model_type}", _A2D))
+    for architecture in named:
+        if architecture in _UNSUPPORTED:
+            raise ServerConfigError(
+                f"{architecture}: this checkpoint is {_UNSUPPORTED[architecture]}, a diffusion "
+                "model that is not supported"
+            )
+    if str(config.get("model_type")).startswith("a2d-"):
+        _check_a2d(config, name)
     if _SDAR in named:
         _check_sdar(config, has_adapter)
-    qwen = next((name for name in named if name in _QWENS), None)
+    qwen = next((architecture for architecture in named if architecture in _QWENS), None)
     if qwen is not None and generates and not envs.serves_as_autoregressive():
         reason = _mask_of(config, has_mask_token)
         if reason is not None:
@@ -68,8 +73,26 @@ def refuse_unsupported(
             )
 
 
-def _message(name: str, model: str) -> str:
-    return f"{name}: this checkpoint is {model}, a diffusion model that is not supported"
+def _check_a2d(config: Mapping[str, Any], name: str) -> None:
+    """Refuse A2D models of block diffusion, which attend to blocks in order."""
+    given = config.get(A2D_KIND)
+    kind, evidence = given, f"{A2D_KIND} {given}"
+    if given is None and config.get("block_size") is not None:
+        kind, evidence = _BLOCKS, f"block_size {config['block_size']}"
+    elif given is None:
+        last = Path(name).name.lower()
+        kind = max(_MASKED, _BLOCKS, key=last.rfind)
+        evidence = f"the name {last}"
+        if kind not in last:
+            kind = _MASKED
+            logger.info(
+                "An A2D checkpoint without %r or %r in its name: %r", _MASKED, _BLOCKS, kind
+            )
+    if kind != _MASKED:
+        raise ServerConfigError(
+            f"{A2D_KIND}: given {kind} ({evidence}); wanted {_MASKED}: block diffusion of A2D "
+            "models is not supported"
+        )
 
 
 def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> None:

@@ -46,6 +46,7 @@ class Family:
             position; only the algorithm `levenshtein` may propose them.
         think_tokens: names of the tokens that begin and end thinking, in families whose thinking
             `thinking_token_budget` can limit.
+        template_arguments: arguments of the chat template that a request may override.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Family:
     marks: tuple[str, ...] = ()
     edit_tokens: tuple[str, ...] = ()
     think_tokens: tuple[str, ...] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_block_causal(self) -> bool:
@@ -213,8 +215,42 @@ DIFFULLAMA = Family(
     logit_shift=1,
 )
 
+# Autoregressive models that were trained into masked diffusion models. Their config.json does not
+# state the kind of training; `--hf-overrides` may name it under this key.
+A2D_KIND = "a2d_kind"
+
+A2D_QWEN3 = Family(
+    name="a2d-qwen3",
+    served_as="a2d",
+    architectures=("A2DQwen3LMHeadModel",),
+    model_types=("a2d-qwen3",),
+    config_class="vllm.diffusion.models.a2d:A2DQwen3Config",
+    default_algorithm="semi_ar",
+    defaults={"block_length": 64},
+    end_of_turn_tokens=("<|im_end|>",),
+    mask_token="<|mask|>",
+    template_arguments={"enable_thinking": False},
+)
+
+A2D_QWEN2 = replace(
+    A2D_QWEN3,
+    name="a2d-qwen2",
+    architectures=("A2DQwen2LMHeadModel",),
+    model_types=("a2d-qwen2",),
+    config_class="vllm.diffusion.models.a2d:A2DQwen2Config",
+)
+
+A2D_LLAMA = replace(
+    A2D_QWEN3,
+    name="a2d-llama",
+    architectures=("A2DLlamaLMHeadModel",),
+    model_types=("a2d-llama",),
+    config_class="vllm.diffusion.models.a2d:A2DLlamaConfig",
+    end_of_turn_tokens=("<|im_end|>", "<|eot_id|>"),
+)
+
 FAMILIES: tuple[Family, ...] = (
-    *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA),
+    *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA, A2D_QWEN3, A2D_QWEN2, A2D_LLAMA),
     *(LLADA2, LLADA21, LLADA22, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER, NEMOTRON),
 )
 

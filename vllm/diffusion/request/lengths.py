@@ -54,6 +54,13 @@ class Lengths:
     longest: int = 0
 
 
+def usual_block(model: ServedModel) -> int:
+    """Return the block length of requests that set none."""
+    name = "block_length"
+    own = model.defaults.get(name) or model.family.defaults.get(name)
+    return own or model.block_length or DEFAULT_BLOCK
+
+
 def usual_first_length(model: ServedModel) -> int:
     """Return the first length of a canvas that grows, before it is rounded to blocks.
 
@@ -214,7 +221,7 @@ def _first_length(request: Request) -> Lengths:
     _check_room(request, max_tokens, max_tokens)
     # The end tokens behind the first canvas must not end the answer before its fewest tokens.
     first = min(max(first, request.values["min_tokens"]), max_tokens)
-    block_length = given.get("block_length", model.defaults.get("block_length", DEFAULT_BLOCK))
+    block_length = given.get("block_length", usual_block(model))
     return Lengths(first, max_tokens, block_length, None)
 
 
@@ -261,11 +268,11 @@ def _lengths(request: Request, canvas: int, max_tokens: int) -> Lengths:
     if algorithm.blocks == "none":
         return Lengths(canvas, max_tokens, canvas, steps or usual_steps)
     given_length = request.given.get("block_length")
-    usual_block = model.defaults.get("block_length", DEFAULT_BLOCK)
+    usual = usual_block(model)
     if algorithm.ends_short:
-        return Lengths(canvas, max_tokens, given_length or min(usual_block, canvas), steps)
+        return Lengths(canvas, max_tokens, given_length or min(usual, canvas), steps)
     in_turn = algorithm.blocks == "in turn"
-    block_length = _block_length(given_length, usual_block, canvas, steps if in_turn else None)
+    block_length = _block_length(given_length, usual, canvas, steps if in_turn else None)
     num_blocks = canvas // block_length
     if algorithm.pace == "steps":
         steps = _quota_steps(steps, num_blocks, usual_steps)
@@ -295,8 +302,7 @@ def _grid_block(request: Request) -> int:
     default.
     """
     name, model = "block_length", request.model
-    default = model.defaults.get(name) or model.block_length or DEFAULT_BLOCK
-    block_length: int = request.given.get(name, default)
+    block_length: int = request.given.get(name, usual_block(model))
     if block_length % model.block_unit == 0:
         return block_length
     if name not in request.given:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.fields import BY_NAME, value_of
-from vllm.diffusion.request.lengths import DEFAULT_BLOCK, usual_first_length
+from vllm.diffusion.request.lengths import usual_block, usual_first_length
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
@@ -108,7 +108,7 @@ def _default(name: str, algorithm: Algorithm, model: ServedModel) -> Any:
     if name == "gen_length":
         return model.default_max_tokens or min(BLOCK_CAUSAL_LENGTH, model.max_model_len // 2)
     if name == "block_length":
-        return model.defaults.get(name) or model.block_length or DEFAULT_BLOCK
+        return usual_block(model)
     if name == "cache":
         default = model.defaults.get(name)
         return default if default in algorithm.caches else algorithm.caches[0]
