@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with LoRA adapters get the answers of the merged checkpoint, whoever shares the step."""
 
+import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,24 @@ from tests.adapter_files import (
     without_prefix,
 )
 from tests.checkpoints import random_prompt
+from tests.engine.cases import PLANS, mixed_asks
 from tests.engine.harness import (
     BLOCKS,
     Engine,
     Request,
     Response,
+    engine_config,
     running,
     sampling_params,
     speculating,
+    step,
     to_answer,
     tokens,
 )
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
+from vllm.diffusion.memory import Admission, Demand
+from vllm.diffusion.memory.plan import Plan
 
 GAIN = 0.5  # of the adapters' matrices, so that they change most tokens
 SHORT: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
@@ -297,7 +306,6 @@ def test_an_adapter_of_zeros_changes_nothing(
 def test_the_adaptable_matrices_are_those_of_the_checkpoint(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    from tests.engine.harness import engine_config
     from vllm.diffusion.adapters.matrices import Matrices
 
     for name in ("gqa", "tied", "dream", "moe_dense_mix", "llada2_dense_first", "nemotron"):
@@ -305,3 +313,121 @@ def test_the_adaptable_matrices_are_those_of_the_checkpoint(
         matrices = Matrices(engine_config(folder).model_config.hf_config)
         shapes = {n: (m.num_rows, m.num_columns) for n, m in matrices.all.items()}
         assert shapes == adaptable(folder)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_chunks_and_groups_of_heads_use_the_adapters(
+    plan: Plan, mixed: tuple[Engine, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a chunk keep their adapters, also with rows in host memory."""
+    engine, adapters = mixed
+    asks = [one for one in mixed_asks() for _ in range(3)]
+    chosen = [None, *adapters[:2]] * (len(asks) // 3)
+    wanted = tokens(ask(engine, asks, chosen))
+    monkeypatch.setattr(engine.runner.planner, "plan", lambda *_: plan)
+    assert tokens(ask(engine, asks, chosen)) == wanted
+    assert engine.is_idle()
+
+
+def test_slices_of_a_long_step_between_steps_with_other_adapters(
+    mixed: tuple[Engine, list[Any]],
+) -> None:
+    engine, adapters = mixed
+    asks = [Request(random_prompt(200), SHORT), *(Request(random_prompt(n), SHORT) for n in (5, 9))]
+    chosen = [adapters[0], adapters[1], None]
+    wanted = tokens(ask(engine, asks, chosen))
+    demand = Demand(216, 16)
+    seconds = Admission(engine.runner.planner).seconds_of(demand, 216)
+    before = engine.scheduler.long_steps
+    engine.cut_steps(2 * seconds / 10)
+    try:
+        assert tokens(ask(engine, asks, chosen)) == wanted
+    finally:
+        engine.scheduler.long_steps = before
+    assert any(isinstance(guest, LongStepRunner) for guest in engine.runner.guests)
+    assert engine.is_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_arrive_and_leave_at_random(seed: int, mixed: tuple[Engine, list[Any]]) -> None:
+    engine, adapters = mixed
+    generator = random.Random(seed)
+    caches = ("none", "prefix", "dual", "frozen")
+    asks = [
+        Request(
+            random_prompt(generator.randrange(5, 60), seed=n),
+            {**SHORT, "cache": generator.choice(caches), "seed": n},
+        )
+        for n in range(15)
+    ]
+    chosen = [generator.choice([None, *adapters]) for _ in asks]
+    alone = [
+        ask(engine, [one], adapter)[0].token_ids for one, adapter in zip(asks, chosen, strict=True)
+    ]
+    answers, num_begun = dict[str, Response](), 0
+    while num_begun < len(asks) or engine.llm.llm_engine.has_unfinished_requests():
+        if num_begun < len(asks) and generator.random() < 0.5:
+            one = asks[num_begun]
+            engine.llm.llm_engine.add_request(
+                str(num_begun),
+                {"prompt_token_ids": one.prompt},
+                sampling_params(one),
+                lora_request=chosen[num_begun],
+            )
+            num_begun += 1
+        answers |= step(engine)
+    assert [answers[str(n)].token_ids for n in range(len(asks))] == alone
+    assert engine.is_idle()
+
+
+@pytest.mark.parametrize("quantization", ["int4", "nf4"])
+def test_quantised_bases_take_adapters(
+    quantization: str, checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
+) -> None:
+    """Other rows get exactly the answers of a quantised engine without adapters."""
+    folder = checkpoint("mha")
+    path = adapter_of(folder, rank=8, gain=1.0)
+    zeros = random_adapter(folder)
+    zeros = {k: t * 0 if "lora_B" in k else t for k, t in zeros.items()}
+    nothing = save_adapter(tmp_path / "zeros", zeros)
+    asks = [Request(random_prompt(20), SHORT)]
+    with running(folder, quantization=quantization) as engine:
+        plain = tokens(ask(engine, asks))
+    with running(folder, quantization=quantization, enable_lora=True) as engine:
+        assert tokens(ask(engine, asks)) == plain
+        assert tokens(ask(engine, asks, lora_request("zeros", 1, nothing))) == plain
+        assert tokens(ask(engine, asks, lora_request("a", 2, path))) != plain
+
+
+def test_fp8_rows_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    wrong = pytest.raises(ServerConfigError, match="rows of fp8")
+    with wrong, running(checkpoint("mha"), quantization="fp8", enable_lora=True):
+        pass
+
+
+FLAGS: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": (
+        {"lora_dtype": "float16"},
+        "lora_dtype: given float16; wanted auto: adapters have the model's dtype",
+    ),
+    "moe": (
+        {"enable_moe_shared_loras": True},
+        "enable_moe_shared_loras: given true; wanted false: experts take no adapters",
+    ),
+    "tower": (
+        {"enable_tower_connector_lora": True},
+        "enable_tower_connector_lora: given true; wanted none: there is neither tower nor",
+    ),
+    "targets": (
+        {"lora_target_modules": ["o_proj"]},
+        "lora_target_modules: given 'o_proj'; wanted some of q_proj, k_proj, v_proj, attn_out, "
+        "ff_proj, up_proj, ff_out",
+    ),
+    "ranks": ({"tensor_parallel_size": 2}, "tensor_parallel_size: given 2; wanted 1 with"),
+}
+
+
+@pytest.mark.parametrize(("flags", "line"), FLAGS.values(), ids=FLAGS)
+def test_flags(flags: dict[str, Any], line: str, checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises((ServerConfigError, ValueError), match=re.escape(line)):
+        engine_config(checkpoint("mha"), enable_lora=True, **flags)

@@ -205,11 +205,18 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["step by step", "ahead"])
 @pytest.mark.parametrize("parameters", CACHES.values(), ids=CACHES.keys())
 def test_a_replaced_adapter_acts_on_its_requests_alone(
-    parameters: dict[str, Any], engine: Engine, folder: Path, paths: list[Path], tmp_path: Path
+    is_ahead: bool,
+    parameters: dict[str, Any],
+    engine: Engine,
+    folder: Path,
+    paths: list[Path],
+    tmp_path: Path,
 ) -> None:
     """The requests begin again without cached keys; the requests of others go on."""
+    engine.loop.runs_ahead = is_ahead
     prompt, other = random_prompt(20), random_prompt(9, seed=1)
     place = Path(shutil.copytree(paths[0], tmp_path / "a"))
     a, b = lora_request("a", 1, place), lora_request("b", 2, paths[1])
@@ -242,7 +249,9 @@ def test_a_replaced_adapter_acts_on_its_requests_alone(
                 wanted.token_ids,
                 wanted.num_forwards,
             )
-        simulated = after_a_change(merged, Request(prompt, parameters), num_before)
+        simulated = after_a_change(
+            merged, Request(prompt, parameters), num_before, is_ahead=is_ahead
+        )
         assert answers["a"].token_ids == simulated
         assert engine.is_idle()
 
@@ -252,9 +261,12 @@ def request_id(engine: Engine, name: str = "a") -> str:
     return next(iter(engine.llm.llm_engine.output_processor.external_req_ids[name]), "")
 
 
-def after_a_change(merged: dict[int, Path], one: Request, num_before: int) -> list[int]:
+def after_a_change(
+    merged: dict[int, Path], one: Request, num_before: int, *, is_ahead: bool = False
+) -> list[int]:
     """Return the answer of a model whose weights change after some forward passes."""
     with running(merged[0], weight_transfer_config={"backend": "disk"}) as engine:
+        engine.loop.runs_ahead = is_ahead
         begin(engine, "a", one)
         answers = dict[str, Response]()
         while engine.runner.canvases.get(request_id(engine)) is None:

@@ -46,6 +46,10 @@ def root(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed in range(3):
         tensors = random_adapter(model_dir, seed=seed, gain=2.0)
         save_adapter(root / str(seed), tensors)
+    resolved = {"base_model_name_or_path": str(model_dir)}
+    save_adapter(root / "resolved", random_adapter(model_dir, seed=1, gain=2.0), **resolved)
+    too_wide = random_adapter(model_dir, rank=32)
+    save_adapter(root / "too-wide", too_wide, rank=32, **resolved)
     for seed in range(2):
         merge(model_dir, root / str(seed), root / f"merged {seed}")
     return root
@@ -70,7 +74,11 @@ def process(model_dir: Path, root: Path) -> Iterator[ServerProcess]:
     command += ["--dtype", "float32", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3"]
     command += ["--lora-modules", f"a={root / '0'}", "--enable-scale-out"]
     command += ["--additional-config", json.dumps({"dllm": {"adapter_root": str(root)}})]
-    process = ServerProcess(command, root / "server.log", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    variables = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(root), "VLLM_SERVER_DEV_MODE": "1"}
+    plugins = ("register_dllm_models", "dllm_platform", "dllm_endpoints")
+    variables |= {"VLLM_PLUGINS": ",".join([*plugins, "lora_filesystem_resolver"])}
+    variables |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    process = ServerProcess(command, root / "server.log", **variables)
     with healthy(process):
         yield process
         assert "Traceback" not in process.log()
@@ -204,7 +212,26 @@ def test_refusals(adapted: Client, root: Path, model_dir: Path) -> None:
     assert [c["id"] for c in adapted.http.get("/v1/models").json()["data"]] == [MODEL_NAME, "a"]
 
 
-def test_loads_while_paused_and_unloads_while_running(
+def test_a_resolver_finds_adapters_by_their_names(
+    adapted: Client, expected: list[list[int]]
+) -> None:
+    assert ids_of(adapted, "resolved") == expected[1]
+    for route in (GENERATE, CHAT):
+        response = adapted.http.post(route, json={**body_for(route), "model": "too-wide"})
+        assert response.status_code == 400
+        assert "r: given 32; wanted at most max_lora_rank 16" in response.text
+    assert unload(adapted, "resolved").status_code == 200
+
+
+def test_a_load_while_paused(adapted: Client, root: Path, expected: list[list[int]]) -> None:
+    assert adapted.http.post("/pause", params={"mode": "keep"}).status_code == 200
+    assert load(adapted, "p", root / "1").status_code == 200
+    assert adapted.http.post("/resume").status_code == 200
+    assert ids_of(adapted, "p") == expected[1]
+    assert unload(adapted, "p").status_code == 200
+
+
+def test_a_request_ends_with_its_adapter(
     adapted: Client, root: Path, expected: list[list[int]]
 ) -> None:
     """A request that names an adapter ends with it, even if it is unloaded meanwhile."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that a worker knows: some only on the host, some also in a slot of the device."""
+"""The adapters of a worker: some only on the host, some also in a slot of the device."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class AdapterReport:
 class KnownAdapters:
     """Owner of the adapters of a worker.
 
-    Adapters in use are never evicted: those of running requests (`running`, whose slots stay, too)
-    and, as long as others can be evicted, those of waiting requests (`awaited`).
+    Adapters of running requests (`running`) are never evicted and keep their slots. Adapters of
+    waiting requests (`awaited`) are evicted only if a starting request leaves no other choice.
 
     Args:
         most: most adapters on the host.

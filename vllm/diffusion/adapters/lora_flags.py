@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _NO_TOWER = "wanted none: there is neither tower nor classifier"
-# Flags of upstream that have no meaning here: attribute, what is wanted instead.
+# Flags of upstream that have no meaning here: attribute, and the end of the refusal.
 _REFUSED = {
     "enable_mixed_moe_lora_format": "wanted false: experts take no adapters",
     "enable_moe_shared_loras": "wanted false: experts take no adapters",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads adapters in PEFT's format, and refuses those that the model or the server cannot use."""
+"""Reads adapters in PEFT's format; refuses adapters that the model or the server cannot use."""
 
 from __future__ import annotations
 
@@ -263,10 +263,10 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # a broken pickle raises errors of any kind
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AdapterError(f"{file.name}: wanted a file of tensors: {line}") from None
-    found: dict[str, Any] = tensors if isinstance(tensors, dict) else {"": None}
-    if not all(isinstance(value, torch.Tensor) for value in found.values()):
+    content: dict[str, Any] = tensors if isinstance(tensors, dict) else {"": None}
+    if not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise AdapterError(f"{file.name}: wanted a dictionary of tensors")
-    return found
+    return content
 
 
 def _config_of(given: Mapping[str, Any]) -> PEFTHelper:
@@ -304,9 +304,9 @@ def _shown(value: Any) -> str:
 def _module_and_part(name: str) -> tuple[str, str]:
     """Return the checkpoint's module and the part, "A" or "B", of a tensor's name."""
     bare = name.removeprefix(_PREFIX)
-    found = _TENSOR.fullmatch(bare)
-    if found is not None:
-        return found["module"], found["part"]
+    match = _TENSOR.fullmatch(bare)
+    if match is not None:
+        return match["module"], match["part"]
     if "lora_embedding_" in bare:
         raise AdapterError(f"lora_embedding_A: given {bare!r}; wanted none, {_MERGED}")
     if "lora_magnitude_vector" in bare:

@@ -78,7 +78,7 @@ class SlotMemory:
         matrices: the matrices that adapters may change.
         num_slots: number of adapters.
         max_rank: highest rank of an adapter.
-        dtype, device: those of the model.
+        dtype, device: dtype and device of the model.
 
     Attributes:
         products: the slots of each product, by the path of its module in the model.

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core.errors import AdapterError, InvalidParameterError
-from vllm.exceptions import VLLMNotFoundError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class AdapterRequests:
 
         Args:
             request: names the adapter.
-            known: numbers of the adapters that the engine knows. Their files may be gone.
+            known: numbers of the engine's adapters, whose files may be gone.
 
         Raises:
             AdapterError: another adapter has its number, or it cannot be served.
@@ -89,19 +90,23 @@ async def choose_model(models: OpenAIServingModels, name: Any) -> None:
 
     Raises:
         VLLMNotFoundError: HTTP 404, for a name that is not served.
+        VLLMValidationError: HTTP 400, for an adapter that a resolver finds and nobody can serve.
     """
     _requested.set(None)
     if not isinstance(name, str) or not name or models.is_base_model(name):
         return
-    found = models.lora_requests.get(name)
-    if found is None and models.lora_resolvers:
+    adapter = models.lora_requests.get(name)
+    if adapter is None and models.lora_resolvers:
         resolved = await models.resolve_lora(name)
-        found = resolved if isinstance(resolved, LoRARequest) else None
-    if found is None:
+        if isinstance(resolved, LoRARequest):
+            adapter = resolved
+        elif resolved.error.code == HTTPStatus.BAD_REQUEST:
+            raise VLLMValidationError(resolved.error.message)
+    if adapter is None:
         served = [model.name for model in models.base_model_paths]
         names = ", ".join([*served, *models.lora_requests])
         raise VLLMNotFoundError(f"model: given {name!r}; wanted one of: {names}")
-    _requested.set(found)
+    _requested.set(adapter)
 
 
 def requested_adapter() -> LoRARequest | None:

@@ -370,7 +370,7 @@ def _adapter_in(args: tuple[Any, ...], options: Mapping[str, Any]) -> LoRAReques
 
 @contextmanager
 def _refusing_adapters() -> Iterator[None]:
-    """Turn refusals of adapters into those of requests."""
+    """Raise refusals of adapters as refusals of requests."""
     try:
         yield
     except AdapterError as error:

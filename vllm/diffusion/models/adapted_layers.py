@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
-    """Make a model's products add those of the adapters in `slots`; before the first step.
+    """Make a model's products include the adapters in `slots`; before the first step.
 
     Products that no adapter may change stay as they are.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -28,6 +28,10 @@ class UpstreamModel(DiffusionModel, SupportsQuant):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+
+    # Upstream checks these at the start of an engine with adapters.
+    supports_lora = True
+    embedding_modules: ClassVar[dict[str, str]] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint; after the first load, replace some of its tensors in place.

@@ -54,6 +54,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "vllm.renderers.hf": ("Detected the chat template content format",),
     "vllm.v1.attention.backends.utils": ("Using %s KV cache layout",),
     "vllm.v1.engine.core": ("init engine (profile",),
+    # The checkpoint's tokenizer is used with every adapter.
+    "vllm.v1.engine.input_processor": ("vLLM has deprecated support for supporting different",),
 }
 
 # Upstream's loggers that print stack traces at an engine's end, and their messages about an ended

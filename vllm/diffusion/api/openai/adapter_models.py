@@ -65,6 +65,29 @@ class AdapterModels(OpenAIServingModels):
             self.validator.adapters.note(adapter)
         return f"Success: LoRA adapter '{name}' added successfully."
 
+    async def resolve_lora(self, lora_name: str) -> LoRARequest | ErrorResponse:
+        """Return an adapter by its name, loaded from where a resolver finds it if necessary."""
+        async with self.lora_resolver_lock[lora_name]:
+            known = self.lora_requests.get(lora_name)
+            if known is not None:
+                return known
+            message = f"model: given {lora_name!r}; wanted a served name"
+            status = HTTPStatus.NOT_FOUND
+            for resolver in self.lora_resolvers:
+                adapter = await resolver.resolve_lora(self.model_config.model, lora_name)
+                if adapter is None:
+                    continue
+                adapter.lora_int_id = self.lora_id_counter.inc(1)
+                try:
+                    await self._install(adapter, is_new=True)
+                except AdapterError as error:
+                    message, status = str(error), HTTPStatus.BAD_REQUEST
+                    continue
+                self.lora_requests[lora_name] = adapter
+                self.validator.adapters.note(adapter)
+                return adapter
+        return _refused(message, "model", status)
+
     async def unload_lora_adapter(self, request: Any) -> ErrorResponse | str:
         """Make an adapter unknown to new requests; its memory is free when no request has it."""
         name = request.lora_name

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import AdapterError
 from vllm.diffusion.engine.worker.adapting import AdaptingRunner, source_of
-from vllm.diffusion.engine.worker.weight_worker import RefusedCallError, WeightWorker
+from vllm.diffusion.engine.worker.weight_worker import (
+    RefusedCallError,
+    WeightWorker,
+    digest_of,
+)
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
@@ -132,6 +136,16 @@ class AdapterWorker(WeightWorker):
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter on the host until it is removed; return whether it is known."""
         return self._adapting_runner().adapters.pin(lora_id)
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        checksums = super().compute_weight_checksums()
+        if isinstance(self.model_runner, AdaptingRunner):
+            for known in self.model_runner.adapters.all:
+                for module, low_rank in known.adapter.low_ranks.items():
+                    name = f"{self._rank_name()}adapter:{known.source.name}:{module}"
+                    checksums[f"{name}.lora_A"] = digest_of(low_rank.down)
+                    checksums[f"{name}.lora_B"] = digest_of(low_rank.up)
+        return checksums
 
     def stage_adapter(self, name: str, number: int, path: str) -> None:
         """Begin to read an adapter for the next call of `add_lora`, without delaying steps."""

@@ -138,7 +138,7 @@ class AdapterGuest(StepGuest):
 
 
 class AdaptingLoop(StepLoop):
-    """A loop that knows which adapters will be needed."""
+    """A loop that records which adapters waiting requests have."""
 
     def execute(self, message: DiffusionSchedulerOutput) -> DiffusionRunnerOutput:
         runner = self._runner

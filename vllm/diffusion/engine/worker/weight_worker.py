@@ -386,7 +386,7 @@ class WeightWorker(WorkerBase):
         """Return a digest of each weight tensor on this rank; names are unique among ranks."""
         prefix = self._rank_name()
         return {
-            f"{prefix}{name}": _digest(weight)
+            f"{prefix}{name}": digest_of(weight)
             for name, weight in stored_weights(self.model_runner.model).items()
         }
 
@@ -423,7 +423,7 @@ def _check_can_change(model: DiffusionModel) -> None:
         )
 
 
-def _digest(weight: torch.Tensor) -> str:
+def digest_of(weight: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
     content = weight.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().data).hexdigest()
