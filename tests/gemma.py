@@ -118,7 +118,7 @@ class _Noise:
 
     def __init__(self, seed: int, temperature: float) -> None:
         self.seed, self.temperature = seed, temperature
-        self.steps: list[int] = []  # of every canvas so far
+        self.steps: list[int] = []  # steps of every canvas
         self.has_drawn = False
 
     def __getattr__(self, name: str) -> Any:
@@ -177,7 +177,7 @@ def run_loop(
     Args:
         network: the network.
         prompt: its prompt.
-        max_tokens: the answer has whole canvases with at least so many tokens.
+        max_tokens: fewest tokens of the answer, which has whole canvases.
         seed, temperature: of the request.
         entropy_bound: of the sampler.
         options: further arguments of `generate`.

@@ -53,7 +53,7 @@ def decide(
         (0.2, [0.3, 0.2, 5.0, 0.4], [0, 1]),  # a sum equal to the bound is within it
         (0.5, [0.25, 0.25, 0.25, 9.0], [0, 1, 2]),  # entropies before a position, not its own
         (0.75, [0.25, 0.25, 0.25, 9.0], [0, 1, 2, 3]),
-        (0.1, [0.2, 0.2, 0.2, 0.2], [0]),  # of equal entropies, the first position
+        (0.1, [0.2, 0.2, 0.2, 0.2], [0]),  # the first of equal entropies
         (0.1, [0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3]),
     ],
 )

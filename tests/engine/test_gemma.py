@@ -17,6 +17,7 @@ from tests.engine.harness import (
     Request,
     Response,
     refusal_error,
+    rows_of_launches,
     running,
     start,
     step,
@@ -101,6 +102,19 @@ def test_together(engine: Engine, runs: list[GemmaRun], runs_ahead: bool) -> Non
     for answer, one, run in zip(engine.ask(*CASES), CASES, runs, strict=True):
         assert_same(answer, one, run)
     assert engine.is_idle()
+
+
+def test_a_context_is_read_with_the_first_step_of_the_next_canvas(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A canvas of N steps takes N forward passes, and the last canvas is never read as context."""
+    launched = rows_of_launches(engine, monkeypatch)
+    engine.scheduler.reset_prefix_cache()
+    engine.ask(request(random_prompt(20, 30), seed=1, steps_per_block=3, max_tokens=3 * CANVAS))
+    assert launched == [28, 8, 8, 16, 8, 8, 16, 8, 8]
+    del launched[:]
+    engine.ask(request(random_prompt(70, 31), seed=1, steps_per_block=2))
+    assert launched == [40, 38, 8, 16, 8]
 
 
 def test_noise_depends_on_no_neighbour(engine: Engine, runs: list[GemmaRun]) -> None:

@@ -35,8 +35,7 @@ class Span(NamedTuple):
         first: index of the key at the position of the first query, counted from the first key. The
             other queries follow.
         in_pages: whether the keys are numbered as in a `PageTable`.
-        block_start: if the queries belong to a block that is denoised behind a causal context: the
-            number of keys before the block; otherwise -1.
+        block_start: for queries of a block behind a causal context: keys before the block; else -1.
     """
 
     q_start: int

@@ -156,6 +156,11 @@ def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
     return normed(dtype, hidden_size), Buffer("logits", (num_columns,), dtype)
 
 
+def capped(num_columns: int) -> Listed:
+    """Logits with a soft cap, in fp32."""
+    return (Buffer("capped logits", (num_columns,), torch.float32, is_temporary=True),)
+
+
 def of_experts(
     hidden_size: int,
     count: int,

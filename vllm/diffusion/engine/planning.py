@@ -25,6 +25,7 @@ from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import Architecture, DiffusionConfig
     from vllm.diffusion.request.params import DiffusionParams
@@ -57,7 +58,7 @@ def make_planner(
         shape,
         budget_bytes,
         row_budget(vllm_config),
-        uses_host=architecture.can_stream and envs.use_host_residual(),
+        uses_host=architecture.has_equal_layers and envs.use_host_residual(),
         host_bytes=host_cache_budget(parallel.tensor_parallel_size * shards),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
         rates=rates,
@@ -138,7 +139,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         dtype=model.dtype,
         has_bias=architecture.has_bias,
         device=device or torch.device(vllm_config.device_config.device_type),
-        is_summed=num_ranks > 1,
+        is_summed=num_ranks > 1 or architecture.norms_results,
     )
     qkv_columns = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = out._replace(columns=qkv_columns, depth=width)
@@ -165,15 +166,26 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
             is_plain=vllm_config.quant_config is None and vllm_config.lora_config is None,
             quantises=any(kind.quantises for kind in kinds),
         ),
-        can_group_heads=architecture.can_stream
+        can_group_heads=architecture.has_equal_layers
         and all(kind.can_slice for kind in kinds)
         and not architecture.norms_all_heads,
-        collects_keys=not (is_short and head_dim in HEAD_DIMS),
+        collects_keys=not (is_short and head_dim in HEAD_DIMS and architecture.has_equal_layers),
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
-        head=(*head.quant_buffers(stages.normed(model.dtype, width)), *head.project),
+        head=_head_buffers(vllm_config, head),
     )
+
+
+def _head_buffers(vllm_config: VllmConfig, head: LinearBuffers) -> Listed:
+    """Return buffers of the output head, without the logits."""
+    model = vllm_config.model_config
+    config: DiffusionConfig = model.hf_config
+    architecture, num_ranks = config.architecture, vllm_config.parallel_config.tensor_parallel_size
+    normed = stages.normed(model.dtype, config.hidden_size)
+    num_columns = -(-architecture.num_embeddings // num_ranks)
+    capped = () if architecture.logits_cap is None else stages.capped(num_columns)
+    return (*head.quant_buffers(normed), *head.project, *capped)
 
 
 def _products(

@@ -66,8 +66,10 @@ class Architecture(NamedTuple):
         layer_names: name of every layer in the checkpoint.
         module_names: maps Llama's module names to different names in the checkpoint: first modules
             of the whole model, then modules of a layer.
-        can_stream: whether layers can be computed for one group of heads at a time, and for rows in
-            host memory.
+        has_equal_layers: whether layers have equal heads. Head groups, rows in host memory, and
+            attention that reads keys in their pages require this.
+        norms_results: whether the results of attention and MLPs are normed before they are added.
+        logits_cap: bound of the magnitude of logits, which a tanh applies in fp32; None for none.
     """
 
     num_embeddings: int
@@ -91,7 +93,9 @@ class Architecture(NamedTuple):
     yarn: Yarn | None = None
     query_growth: QueryGrowth | None = None
     module_names: Mapping[str, str] = MappingProxyType({})
-    can_stream: bool = True
+    has_equal_layers: bool = True
+    norms_results: bool = False
+    logits_cap: float | None = None
 
     def growth_within(self, max_model_len: int) -> QueryGrowth | None:
         """Return the growth of queries if it changes any of `max_model_len` positions, else None.

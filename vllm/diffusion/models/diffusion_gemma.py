@@ -166,7 +166,7 @@ class DiffusionGemmaConfig(DiffusionConfig):
             num_embeddings=self.vocab_size,
             # The tables of sliding layers and of full layers are side by side.
             rotary_dim=self.head_dim + self.global_head_dim,
-            dense_width=self.intermediate_size,
+            dense_width=0,
             layer_names=tuple(f"model.decoder.layers.{i}" for i in range(num_layers)),
             norms_each_head=True,
             expert_layers=tuple(range(num_layers)),
@@ -175,7 +175,11 @@ class DiffusionGemmaConfig(DiffusionConfig):
                 "model.embed_tokens": "model.decoder.embed_tokens",
                 "model.norm": "model.decoder.norm",
             },
-            can_stream=False,
+            # Plans count the dense MLP, whose result waits for the experts, as a shared expert.
+            shared_expert_width=self.intermediate_size,
+            has_equal_layers=False,
+            norms_results=True,
+            logits_cap=self.final_logit_softcapping,
         )
 
 

@@ -67,7 +67,8 @@ class GemmaLayer(DiffusionLayer):
         for name in _NORMS:
             self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.self_attn = GemmaAttentionWeights(config, index, quant_config, f"{prefix}.self_attn")
-        self.dense = DenseMLP(config, quant_config, f"{prefix}.mlp")
+        inner = config.intermediate_size
+        self.dense = DenseMLP(config, quant_config, f"{prefix}.mlp", inner)
         self.router = GemmaRouter(config, f"{prefix}.router")
         self.experts = GemmaExperts(config)
         self.in_context, self.in_block = LayerScalar(), LayerScalar()
@@ -198,7 +199,7 @@ class SelfConditioning(nn.Module):
     def __init__(self, config: DiffusionGemmaConfig, prefix: str) -> None:
         super().__init__()
         self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DenseMLP(config, None, prefix)
+        self.mlp = DenseMLP(config, None, prefix, config.intermediate_size)
         self.eps = config.rms_norm_eps
 
     def add_to(self, x: Tensor, soft: Tensor | None) -> None:
@@ -247,7 +248,7 @@ class GemmaModel(UpstreamModel):
         assert isinstance(config, DiffusionGemmaConfig)
         self.num_kv_heads, self.head_dim = config.cache_heads
         self.self_conditioning = SelfConditioning(config, "self_conditioning")
-        self.softcap = config.final_logit_softcapping
+        self.cap: float = config.final_logit_softcapping
         for layer in self.layers:
             layer.self_attn.out_norm = layer.get_submodule(_NORMS[1])
 
@@ -320,8 +321,12 @@ class GemmaModel(UpstreamModel):
 
     def compute_logits(self, hidden_states: Tensor, buffers: Buffers | None = None) -> Tensor:
         """Compute logits [R, V] fp32; see `DiffusionModel` for the arguments."""
-        logits = super().compute_logits(hidden_states, buffers).float()
-        return torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
+        logits = super().compute_logits(hidden_states, buffers)
+        (capped,) = stages.capped(self.num_columns)
+        if buffers is not None:
+            capped.expect(buffers, len(logits))
+        cap = self.cap
+        return logits.float().div_(cap).tanh_().mul_(cap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         assert isinstance(self.config, DiffusionGemmaConfig)

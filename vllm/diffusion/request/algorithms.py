@@ -404,9 +404,9 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             "entropy_bound.EntropyBound",
             "the whole canvas, when its most likely tokens stay the same for "
             "`stability_threshold` steps and their mean entropy is below `confidence_threshold`, "
-            "or after `steps_per_block` steps. Until then every step draws all tokens, keeps those "
-            "with the lowest entropies, whose sum is limited by `entropy_bound`, and replaces the "
-            "others by noise",
+            "or after `steps_per_block` steps. Until then every step draws all tokens, keeps the "
+            "tokens of the lowest entropies, whose sum is limited by `entropy_bound`, and replaces "
+            "all other tokens by noise",
             source=15,
             score="entropy",
             pace="steps",

@@ -40,8 +40,7 @@ class WindowPart(NamedTuple):
     Attributes:
         num_keys, block_length: keys that are read, see `Visibility.seen_by`.
         reads_kept: whether some keys that are read are not computed by the forward pass.
-        block_start: start of the block that is denoised, if the positions belong to it and the
-            family's layers compute its rows in another way than others; otherwise -1.
+        block_start: as in `core.spans.Span`; -1 if layers compute all rows in the same way.
     """
 
     first: int
