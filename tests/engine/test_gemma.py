@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiffusionGemma's loop gives the tokens and steps of the authors' `generate`."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def test_a_context_is_read_with_the_first_step_of_the_next_canvas(
     del launched[:]
     engine.ask(request(random_prompt(70, 31), seed=1, steps_per_block=2))
     assert launched == [40, 38, 8, 16, 8]
+
+
+def test_nothing_is_read_that_was_not_written(engine: Engine, runs: list[GemmaRun]) -> None:
+    """Rows of pages are as wide as the widest layer requires; other layers use a part."""
+    assert engine.scheduler.reset_prefix_cache()
+    for layer in range(4):
+        engine.runner.caches.keys(layer).fill_(torch.nan)
+        engine.runner.caches.values(layer).fill_(torch.nan)
+    for answer, one, run in zip(engine.ask(*CASES), CASES, runs, strict=True):
+        assert_same(answer, one, run)
 
 
 def test_noise_depends_on_no_neighbour(engine: Engine, runs: list[GemmaRun]) -> None:
@@ -327,7 +338,6 @@ REFUSED: dict[str, Any] = {
     "cache": "dual",
     "algorithm": "low_confidence_dynamic",
     "complete_blocks": True,
-    "structured_outputs": {"choice": ["a", "b"]},
     "score": {"positions": [1], "token_ids": [[1]]},
     "block_length": CANVAS + 1,
     "canvas_token_ids": [1] * (CANVAS - 1),
@@ -455,3 +465,52 @@ def test_trajectory(engine: Engine, runs: list[GemmaRun]) -> None:
     columns = (edits["steps"], edits["positions"], edits["token_ids"])
     assert list(zip(*columns, strict=True)) == sorted(changes)
     assert not trajectory["replayable"]
+
+
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "choice": ({"choice": ["Paris", "London", "Rome"]}, "Paris|London|Rome"),
+    "one canvas": ({"regex": "[b-d]{4}"}, "[b-d]{4}"),
+    "several canvases": ({"regex": "[b-d]{20}(xy)?"}, "[b-d]{20}(xy)?"),
+    "any length": ({"regex": "(go )+home"}, "(go )+home"),
+    "json": (
+        {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+        r'\{\s*"n"\s*:\s*-?\d+\s*\}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_formats(engine: Engine, runs: list[GemmaRun], name: str, temperature: float) -> None:
+    """Answers are strings of their formats, across canvases, also in a step with other requests."""
+    spec, pattern = FORMATS[name]
+    asks = [
+        request(
+            random_prompt(9, seed),
+            seed=seed,
+            steps_per_block=1 + seed,
+            temperature=temperature,
+            max_tokens=4 * CANVAS,
+            structured_outputs=spec,
+            ignore_eos=False,
+            **more,
+        )
+        for seed, more in enumerate(({}, {"stream_canvas": True}, {"return_trajectory": True}))
+    ]
+    *answers, plain = engine.ask(*asks, CASES[1])
+    for answer, one in zip(answers, asks, strict=True):
+        assert re.fullmatch(pattern, answer.text), answer.text
+        assert answer.finish_reason == "stop"
+        assert engine.ask(one)[0].token_ids == answer.token_ids
+    assert_same(plain, CASES[1], runs[1])
+
+
+def test_a_format_that_fills_its_canvases(engine: Engine, network: Any) -> None:
+    """Where tokens are independent of each other, the most likely string has the best of each."""
+    letters = [ord(letter) for letter in "bcd"]
+    fields = {"structured_outputs": {"regex": "[b-d]{16}"}, "stream_canvas": True}
+    one = request(random_prompt(9), seed=1, steps_per_block=1, temperature=0.0)
+    (answer,) = engine.ask(Request(one.prompt, {**one.extra, **fields}, one.sampling))
+    first = reference(network, one).logits[0][:, letters].argmax(-1)
+    assert answer.token_ids[:CANVAS] == [letters[best] for best in first]
+    assert len(answer.token_ids) == 2 * CANVAS

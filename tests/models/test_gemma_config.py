@@ -14,7 +14,8 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from tests.checkpoint_files import change_json, change_weights
 from tests.gemma import make_gemma
 from tests.models.support import engine_config
-from vllm.diffusion.core.errors import CheckpointError, ModelConfigError
+from vllm.diffusion.config import served_model
+from vllm.diffusion.core.errors import CheckpointError, ModelConfigError, ServerConfigError
 from vllm.diffusion.models.diffusion_gemma import DiffusionGemmaConfig, Heads
 from vllm.diffusion.plugin import register
 
@@ -155,6 +156,20 @@ def test_upstream_sees_a_text_model(tmp_path: Path) -> None:
     assert not config.model_config.is_multimodal_model
     assert config.diffusion_config is None
     assert config.scheduler_config.max_num_seqs > 8
+
+
+@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("quantization", "fp8")])
+def test_what_is_not_supported_is_refused_at_the_start(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}: given {value}; wanted"):
+        engine_config(make_gemma(tmp_path), **{name: value})
+
+
+def test_another_sampler_is_refused(tmp_path: Path) -> None:
+    folder = make_gemma(tmp_path, generation={"sampler_config": {"_cls_name": "OtherSampler"}})
+    with pytest.raises(ServerConfigError, match="sampler_config: given 'OtherSampler'"):
+        served_model(engine_config(folder))
 
 
 def test_tensors_of_images_are_skipped_and_others_are_not(load_model: Any, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     check_settings(server_settings(vllm_config.additional_config), family_of(vllm_config))
     _check_tensor_parallel(vllm_config)
+    _check_open(vllm_config)
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
     check_flags(vllm_config, settings_of(vllm_config).sequence_parallel_size)
@@ -154,6 +155,23 @@ def _check_tensor_parallel(vllm_config: VllmConfig) -> None:
         if width % size:
             raise ServerConfigError(
                 f"tensor_parallel_size: given {size}; wanted a divisor of {name} width {width}"
+            )
+
+
+def _check_open(vllm_config: VllmConfig) -> None:
+    """Refuse settings that the family without a mask token does not support yet."""
+    family = family_of(vllm_config)
+    if family is None or not family.is_open:
+        return
+    given = {
+        "tensor_parallel_size": (vllm_config.parallel_config.tensor_parallel_size, 1),
+        "quantization": (vllm_config.model_config.quantization, None),
+    }
+    for name, (value, wanted) in given.items():
+        if value != wanted:
+            accepted = "none" if wanted is None else wanted
+            raise ServerConfigError(
+                f"{name}: given {value}; wanted {accepted} for a model of family {family.name}"
             )
 
 

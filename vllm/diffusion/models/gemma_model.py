@@ -12,7 +12,7 @@ from torch import nn
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
-from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
+from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.layers.gemma_stages import GemmaAttention, GemmaFeedForward, Router, gelu_mlp
 from vllm.diffusion.layers.norm import RMSNorm, unit_rms
 from vllm.diffusion.layers.parallel import without_weight_packing
@@ -24,7 +24,6 @@ from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
 from vllm.diffusion.models.transformer import DiffusionLayer
 from vllm.diffusion.models.upstream_model import UpstreamModel
 from vllm.diffusion.models.weights import Destination
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
 if TYPE_CHECKING:
@@ -233,16 +232,6 @@ class GemmaModel(UpstreamModel):
     layer_class = GemmaLayer
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        if vllm_config.quant_config is not None:
-            raise ServerConfigError(
-                f"quantization: given {vllm_config.quant_config.get_name()}; wanted none for "
-                "DiffusionGemma"
-            )
-        if get_tensor_model_parallel_world_size() > 1:
-            raise ServerConfigError(
-                f"tensor_parallel_size: given {get_tensor_model_parallel_world_size()}; wanted 1 "
-                "for DiffusionGemma"
-            )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_config
         assert isinstance(config, DiffusionGemmaConfig)

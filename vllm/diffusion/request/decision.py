@@ -223,7 +223,7 @@ def decide(
     request = _request(fields, model, prompt_token_ids, model.ids.stop | stop_token_ids, spec)
     _check(request)
     if model.family.is_open:
-        _check_open(request, spec)
+        _check_open(request)
         _check_no_score(score, model)
     _check_prompt(prompt_token_ids, model, request.values["allow_infill"])
     if score is None:
@@ -562,11 +562,9 @@ def _check_no_score(score: Any, model: ServedModel) -> None:
         raise InvalidParameterError(SCORE, score, wanted)
 
 
-def _check_open(request: Request, spec: Spec | None) -> None:
+def _check_open(request: Request) -> None:
     """Refuse what a family without a mask token does not support."""
     family = f"a model of family {request.model.family.name}"
-    if spec is not None:
-        raise InvalidParameterError(spec.field, spec.value, f"wanted none: {family} has no formats")
     for name in _NOT_OF_OPEN:
         default = BY_NAME[name].default
         if request.given.get(name, default) != default:

@@ -183,8 +183,8 @@ class RequestFields:
         resolve=lambda _, r: r.lengths.block_length,
     )
     temperature: float = param(
-        "scale of the Gumbel noise; with dream and on block-causal families, divisor of the "
-        "logits; 0 is greedy",
+        "scale of the Gumbel noise; with dream and on block-causal families except "
+        "diffusion-gemma, divisor of the logits; 0 is greedy",
         default=0.0,
         minimum=0,
         neutral=(0.0,),

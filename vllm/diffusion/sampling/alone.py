@@ -70,6 +70,7 @@ def sample_alone(
     """Sample a group without a key; arguments as for `sample_group`, result as for `sample`."""
     if group.adjust is not None and group.scoring.adjusts_first:
         logits = group.adjust(ops.gather_columns(logits, model.vocab_size), group.positions)
+        read_jointly(logits, [group], group.rows.start)
         group = replace(group, adjust=None)
     if not group.has_extras:
         return Samples.of(sample_group(logits, group, model))

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding.entropy_bound import EntropyBound
 from vllm.diffusion.engine.worker.constrained import Constraint
-from vllm.diffusion.engine.worker.open_canvas import OpenProposals, OpenRecorder
+from vllm.diffusion.engine.worker.open_canvas import (
+    OpenConstraint,
+    OpenProposals,
+    OpenRecorder,
+)
 from vllm.diffusion.engine.worker.proposals import Proposals
 from vllm.diffusion.engine.worker.recording import CompleteBlocks, Recorder
 from vllm.diffusion.sampling import LogitEditor
@@ -33,7 +37,8 @@ def guests_of(
     """
     guests: list[CanvasGuest] = []
     if params.guide is not None:
-        guests.append(Constraint(params, tokens, prompt_length))
+        constraint = OpenConstraint if params.is_open else Constraint
+        guests.append(constraint(params, tokens, prompt_length))
     if params.num_logprobs is not None and isinstance(rule, EntropyBound):
         guests.append(OpenProposals(params, prompt_length, rule))
     elif params.num_logprobs is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guests of canvases without a mask token, which report the most likely tokens of every step."""
+"""Guests of canvases without a mask token."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,14 +12,18 @@ import torch
 from vllm.diffusion.core.canvas_view import CanvasView
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.decoding import Commit
+from vllm.diffusion.engine.worker.constrained import Constraint
 from vllm.diffusion.engine.worker.proposals import Proposals
 from vllm.diffusion.engine.worker.recording import Recorder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vllm.diffusion.core.scoring import CandidateScoring
     from vllm.diffusion.decoding import Candidates, DecodingRule
     from vllm.diffusion.decoding.entropy_bound import EntropyBound
+    from vllm.diffusion.guided.joint import Joint
+    from vllm.diffusion.guided.open_window import OpenWindow
     from vllm.diffusion.request.params import DiffusionParams
 
 
@@ -101,3 +106,21 @@ class OpenRecorder(Recorder):
         changes = Commit(candidates.positions[is_new], most_likely[is_new])
         super().commit(tokens, candidates, changes)
         return commit
+
+
+class OpenConstraint(Constraint):
+    """Constraint that takes all tokens of a canvas from the most likely string of the language.
+
+    The string replaces the most likely and the drawn tokens of every step. The canvas leaves enough
+    room for the end of the answer, which may follow on later canvases.
+    """
+
+    def begin(self, tokens: NDArray[np.int64]) -> None:
+        """Do nothing: a canvas begins as noise, also where every answer has the same tokens."""
+
+    def commit(self, tokens: NDArray[np.int64], candidates: Candidates, commit: Commit) -> Commit:
+        """Return the commit: only the last one of a canvas counts, and it is a whole string."""
+        return commit
+
+    def _joint(self, window: OpenWindow, scoring: CandidateScoring, step: int) -> Joint:
+        return replace(super()._joint(window, scoring, step), temperature=0.0)
