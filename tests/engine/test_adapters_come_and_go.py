@@ -364,6 +364,26 @@ def test_a_refused_replacement_changes_nothing(
     assert (answer.token_ids, answer.num_forwards) == (wanted.token_ids, wanted.num_forwards)
 
 
+def test_a_trajectory_shows_the_replacement(
+    engine: Engine, paths: list[Path], tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(paths[0], tmp_path / "a"))
+    one = Request(random_prompt(20), {**BLOCKS, "return_trajectory": True})
+    begin(engine, "a", one, lora_request("a", 1, place))
+    begin(engine, "base", one)
+    while engine.runner.canvases.get(request_id(engine)) is None:
+        step(engine)
+    while engine.runner.canvases[request_id(engine)].num_steps < 6:
+        step(engine)
+    engine.llm.llm_engine.add_lora(lora_request("a", 1, paths[1], load_inplace=True))
+    answers = finish(engine)
+    changed, plain = (answers[name].report["trajectory"] for name in ("a", "base"))
+    assert (changed["adapter"], changed["adapter_steps"]) == ("a", [[0, 1], [1, 7]])
+    assert changed["weight_version"] is None
+    assert (plain["adapter"], plain["adapter_steps"]) == (None, [])
+    assert plain["weight_version"] == "default"
+
+
 def test_tensors_of_a_trainer(engine: Engine, folder: Path, paths: list[Path]) -> None:
     """A trainer sends tensors instead of a folder, under the same number each time."""
     from vllm.lora.request import LoRARequest

@@ -32,11 +32,15 @@ class AdapterSlots(AdmissionGate):
         number = _number_of(item)
         if number is None:
             return False
-        item.adapter_key = self._key(number)
+        self._use(item, number)
         return True
 
-    def _key(self, number: int) -> str:
-        return f"{number}.{self._generations.get(number, 0)}"
+    def _use(self, item: RequestState, number: int) -> None:
+        """Make a request use the present tensors of its adapter from its next step on."""
+        generation, following = self._generations.get(number, 0), item.num_steps + 1
+        item.adapter_key = f"{number}.{generation}"
+        earlier = [(old, first) for old, first in item.adapter_steps if first < following]
+        item.adapter_steps = [*earlier, (generation, following)]
 
     def reserve(self, item: RequestState) -> bool:
         """Return whether the request's adapter has a slot, or a slot is free."""
@@ -70,7 +74,7 @@ class AdapterSlots(AdmissionGate):
         for item in affected:
             number = _number_of(item)
             assert number is not None
-            item.adapter_key = self._key(number)
+            self._use(item, number)
         return affected
 
 
