@@ -83,12 +83,11 @@ class AdaptedRows:
 
     def turn_to(self, rows: slice) -> None:
         """Announce that the next products compute these rows of the step."""
-        runs = list[Run]()
-        for slot, start, stop in self._step.runs:
-            first, end = max(start, rows.start), min(stop, rows.stop)
-            if first < end:
-                runs.append(Run(slot, first - rows.start, end - rows.start))
-        self.runs = tuple(runs)
+        self.runs = _within(self._step.runs, rows)
+
+    def within(self, rows: slice) -> tuple[Run, ...]:
+        """Return the runs of some rows of the current chunk, counted from the first of them."""
+        return _within(self.runs, rows)
 
     def watch(self, x: Tensor) -> WatchedRows:
         """Return x [T, D], all rows of the step; each chunk that is taken from it is announced."""
@@ -136,6 +135,16 @@ class _Announcing(list[Any]):
         for chunk in super().__iter__():
             self._adapted.turn_to(chunk.local)
             yield chunk
+
+
+def _within(runs: Iterable[Run], rows: slice) -> tuple[Run, ...]:
+    """Return the parts of runs within a range of rows, counted from its first row."""
+    parts = list[Run]()
+    for slot, start, stop in runs:
+        first, end = max(start, rows.start), min(stop, rows.stop)
+        if first < end:
+            parts.append(Run(slot, first - rows.start, end - rows.start))
+    return tuple(parts)
 
 
 def _runs_of(step: StepSlots, pieces: Iterable[Piece]) -> tuple[Run, ...]:

@@ -61,15 +61,10 @@ def check_flags(vllm_config: VllmConfig, num_sequence_ranks: int) -> None:
         raise ServerConfigError(
             f"lora_target_modules: given {unknown[0]!r}; wanted some of {', '.join(names)}"
         )
-    sizes = {
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        "sequence_parallel_size": num_sequence_ranks,
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            raise ServerConfigError(
-                f"{name}: given {size}; wanted 1 with enable_lora: adapters are not divided"
-            )
+    if num_sequence_ranks > 1:
+        raise ServerConfigError(
+            f"sequence_parallel_size: given {num_sequence_ranks}; wanted 1 with enable_lora"
+        )
 
 
 def reader_of(vllm_config: VllmConfig) -> AdapterReader | None:

@@ -169,7 +169,7 @@ class AdapterReader:
         return config, places
 
     def _check_shapes(self, module: str, shapes: tuple[list[int] | None, ...], rank: int) -> None:
-        _, _, num_rows, num_columns = self.matrices.find(module)
+        _, num_rows, num_columns, _ = self.matrices.find(module)
         if shapes == ([rank, num_columns], [num_rows, rank]):
             return
         # The shapes may fit each other, but not the configuration.
