@@ -467,10 +467,6 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
         "lora_target_modules: given 'o_proj'; wanted some of q_proj, k_proj, v_proj, attn_out, "
         "ff_proj, up_proj, ff_out",
     ),
-    "ranks": (
-        {"additional_config": {"dllm": {"sequence_parallel_size": 2}}},
-        "sequence_parallel_size: given 2; wanted 1 with enable_lora",
-    ),
 }
 
 

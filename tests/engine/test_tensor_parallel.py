@@ -310,6 +310,32 @@ def test_divided_rows_equal_one_process(
     processes_equal_one(checkpoint("mha"), ranks, "other", "memory")
 
 
+def test_divided_rows_keep_their_adapters(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("gqa")
+    paths = [
+        save_adapter(tmp_path / str(n), random_adapter(folder, seed=n, gain=0.5)) for n in range(2)
+    ]
+    asks = [one for one in whole_asks() for _ in range(3)]
+    adapters = [lora_request("a", 1, paths[0]), None, lora_request("b", 2, paths[1])]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": ask.prompt} for ask in asks],
+            [sampling_params(ask) for ask in asks],
+            use_tqdm=False,
+            lora_request=adapters * (len(asks) // 3),
+        )
+        return [to_answer(output).token_ids for output in outputs]
+
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    with running(folder, **options) as engine:
+        wanted = answers(engine)
+    with running(folder, **options, **dividing(2)) as engine:
+        assert answers(engine) == wanted
+
+
 def test_rows_divided_over_gpus_equal_one(num_gpus: int, checkpoint: Callable[[str], Path]) -> None:
     """Undivided steps run as graphs, and divided steps follow them at once."""
     processes_equal_one(checkpoint("mha"), dividing(num_gpus))

@@ -93,9 +93,12 @@ class AdaptedRows:
         """Return x [T, D], all rows of the step; each chunk that is taken from it is announced."""
         return WatchedRows(x, self)
 
-    def announcing(self, chunks: Sequence[T]) -> list[T]:
-        """Return chunks (`Chunk`); the rows of each are announced when an iteration reaches it."""
-        return _Announcing(chunks, self)
+    def announcing(self, chunks: Sequence[T], rank: int) -> list[T]:
+        """Return chunks (`Chunk`); each is announced when an iteration reaches it.
+
+        `rank` is the index of this rank among the ranks that divide the rows of a step.
+        """
+        return _Announcing(chunks, self, rank)
 
     def of_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield parts of the sample rows (`SamplePart`); each is announced when it is yielded."""
@@ -127,13 +130,13 @@ class WatchedRows:
 class _Announcing(list[Any]):
     """Chunks of a stage, as `AdaptedRows.announcing` returns them."""
 
-    def __init__(self, chunks: Iterable[Any], adapted: AdaptedRows) -> None:
+    def __init__(self, chunks: Iterable[Any], adapted: AdaptedRows, rank: int) -> None:
         super().__init__(chunks)
-        self._adapted = adapted
+        self._adapted, self._rank = adapted, rank
 
     def __iter__(self) -> Iterator[Any]:
         for chunk in super().__iter__():
-            self._adapted.turn_to(chunk.local)
+            self._adapted.turn_to(chunk.places[self._rank])
             yield chunk
 
 

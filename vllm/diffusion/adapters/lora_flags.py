@@ -28,12 +28,8 @@ _REFUSED = {
 _WITHOUT_EFFECT = ("fully_sharded_loras", "specialize_active_lora")
 
 
-def check_flags(vllm_config: VllmConfig, num_sequence_ranks: int) -> None:
+def check_flags(vllm_config: VllmConfig) -> None:
     """Refuse flags about adapters that cannot be served.
-
-    Args:
-        vllm_config: configuration of the engine, with adapters or without.
-        num_sequence_ranks: ranks that divide the rows of a step.
 
     Raises:
         ServerConfigError: naming the flag.
@@ -60,10 +56,6 @@ def check_flags(vllm_config: VllmConfig, num_sequence_ranks: int) -> None:
     if unknown:
         raise ServerConfigError(
             f"lora_target_modules: given {unknown[0]!r}; wanted some of {', '.join(names)}"
-        )
-    if num_sequence_ranks > 1:
-        raise ServerConfigError(
-            f"sequence_parallel_size: given {num_sequence_ranks}; wanted 1 with enable_lora"
         )
 
 
