@@ -41,7 +41,7 @@ from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.memory import Admission, Demand
 from vllm.diffusion.memory.plan import Plan
 
-GAIN = 0.5  # of the adapters' matrices, so that they change most tokens
+GAIN = 0.5  # factor of the adapters' numbers, which then change most tokens
 SHORT: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8, "seed": 7}
 FULL = ("mha", "gqa", "padded_vocab", "bias", "tied", "qk_norm", "scaled", "grouped", "dream")
 FULL_WITH_EXPERTS = ("moe", "moe_fused", "moe_dense_mix", "diffullama")

@@ -135,7 +135,7 @@ def run_ahead(worker: Any) -> None:
     ("family", "overrides"),
     [
         ("llada", {"n_kv_heads": 2, "embedding_size": 300}),
-        ("sdar", {"num_key_value_heads": 1}),  # which both ranks have
+        ("sdar", {"num_key_value_heads": 1}),  # both ranks have this head
         ("llada2", {"first_k_dense_replace": 2, "num_shared_experts": 2}),
     ],
 )

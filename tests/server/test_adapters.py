@@ -29,6 +29,7 @@ from tests.server.client import (
 )
 from tests.server.process import MODEL_NAME, SERVER, ServerProcess, healthy
 
+TAKING = (GENERATE, CHAT, COMPLETIONS, MESSAGES)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PARAMETERS: dict[str, Any] = {
     "gen_length": 32,
@@ -159,7 +160,7 @@ def test_the_list_of_models(adapted: Client, root: Path) -> None:
     assert adapted.http.get("/v1/models/a").json()["id"] == "a"
 
 
-@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, MESSAGES, "/v1/loglikelihood"])
+@pytest.mark.parametrize("route", [*TAKING, "/tokenize", "/v1/loglikelihood"])
 def test_unknown_names(route: str, adapted: Client) -> None:
     body = body_for(route)
     if route == "/v1/loglikelihood":
@@ -256,7 +257,7 @@ def test_a_request_ends_with_its_adapter(
 def test_requests_of_several_adapters_under_load(
     adapted: Client, root: Path, expected: list[list[int]]
 ) -> None:
-    """Adapters come and go beside requests that have others."""
+    """Adapters come and go next to requests that have others."""
     failures = list[str]()
     stop = threading.Event()
 

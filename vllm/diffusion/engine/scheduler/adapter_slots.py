@@ -26,7 +26,8 @@ class AdapterSlots(AdmissionGate):
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._holders: dict[RequestState, int] = {}  # numbers of their adapters
-        self._generations: dict[int, int] = {}  # of adapters that were replaced
+        # Generations of adapters that were replaced, by their numbers.
+        self._generations: dict[int, int] = {}
 
     def arrived(self, item: RequestState) -> bool:
         number = _number_of(item)
