@@ -3,13 +3,14 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.adapter_files import lora_request, merge, random_adapter, save_adapter
-from tests.checkpoints import random_prompt
+from tests.checkpoints import CASES, make_case, random_prompt
 from tests.engine.harness import (
     BLOCKS,
     Engine,
@@ -362,6 +363,59 @@ def test_a_refused_replacement_changes_nothing(
         engine.llm.llm_engine.add_lora(lora_request("a", 1, place, load_inplace=True))
     answer = finish(engine)["a"]
     assert (answer.token_ids, answer.num_forwards) == (wanted.token_ids, wanted.num_forwards)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_come_and_go_while_the_engine_sleeps(
+    level: int, folder: Path, paths: list[Path]
+) -> None:
+    one, (a, b) = Request(random_prompt(20), {**BLOCKS, "cache": "dual"}), adapters_of(paths)
+    with running(folder, enable_lora=True, max_loras=2, enable_sleep_mode=True) as engine:
+        wanted = [ask(engine, one, adapter).token_ids for adapter in (a, b)]
+        assert engine.llm.llm_engine.remove_lora(2)
+        begin(engine, "a", one, a)
+        step(engine)
+        engine.llm.sleep(level=level, mode="keep")
+        assert engine.llm.llm_engine.add_lora(b)
+        engine.llm.wake_up()
+        if level == 2:
+            engine.llm.collective_rpc("reload_weights")
+        finish(engine)
+        assert [ask(engine, one, adapter).token_ids for adapter in (a, b)] == wanted
+        assert engine.is_idle()
+
+
+def test_an_update_of_the_weights_keeps_adapters(
+    folder: Path, paths: list[Path], tmp_path: Path
+) -> None:
+    other = make_case(tmp_path / "other", "gqa", {"gqa": replace(CASES["gqa"], seed=5)})
+    one, (a, _) = Request(random_prompt(20), SHORT), adapters_of(paths)
+    with running(merge(other, paths[0], tmp_path / "merged")) as engine:
+        wanted = ask(engine, one).token_ids
+    with running(folder, enable_lora=True, weight_transfer_config={"backend": "disk"}) as engine:
+        before = ask(engine, one, a).token_ids
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        assert ask(engine, one, a).token_ids == wanted != before
+
+
+def test_a_trajectory_shows_the_replacement(
+    engine: Engine, paths: list[Path], tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(paths[0], tmp_path / "a"))
+    one = Request(random_prompt(20), {**BLOCKS, "return_trajectory": True})
+    begin(engine, "a", one, lora_request("a", 1, place))
+    begin(engine, "base", one)
+    while engine.runner.canvases.get(request_id(engine)) is None:
+        step(engine)
+    while engine.runner.canvases[request_id(engine)].num_steps < 6:
+        step(engine)
+    engine.llm.llm_engine.add_lora(lora_request("a", 1, paths[1], load_inplace=True))
+    answers = finish(engine)
+    changed, plain = (answers[name].report["trajectory"] for name in ("a", "base"))
+    assert (changed["adapter"], changed["adapter_steps"]) == ("a", [[0, 1], [1, 7]])
+    assert changed["weight_version"] is None
+    assert (plain["adapter"], plain["adapter_steps"]) == (None, [])
+    assert plain["weight_version"] == "default"
 
 
 def test_tensors_of_a_trainer(engine: Engine, folder: Path, paths: list[Path]) -> None:

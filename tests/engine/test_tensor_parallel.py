@@ -13,10 +13,12 @@ import pytest
 import torch
 from reference.models import load_reference
 
+from tests.adapter_files import lora_request, random_adapter, save_adapter
 from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import SHORT, mixed_asks, whole_asks
 from tests.engine.harness import (
     NOISY,
+    Engine,
     Request,
     as_request,
     assert_decoded,
@@ -24,9 +26,11 @@ from tests.engine.harness import (
     clear_cases,
     refusal_error,
     running,
+    sampling_params,
     shrink,
     speculating,
     start,
+    to_answer,
     tokens,
 )
 from tests.engine.ranks import fail_once
@@ -125,6 +129,48 @@ def test_two_ranks_equal_the_reference(tmp_path: Path) -> None:
 
 def run_ahead(worker: Any) -> None:
     worker.worker.loop.runs_ahead = True
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llada", {"n_kv_heads": 2, "embedding_size": 300}),
+        ("sdar", {"num_key_value_heads": 1}),  # both ranks have this head
+        ("llada2", {"first_k_dense_replace": 2, "num_shared_experts": 2}),
+    ],
+)
+def test_two_ranks_divide_adapters(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "base", family=family, seed=10, **overrides)
+    paths = [
+        save_adapter(tmp_path / str(n), random_adapter(folder, seed=n, gain=0.5)) for n in range(2)
+    ]
+    chosen = [lora_request("a", 1, paths[0]), None, lora_request("b", 2, paths[1])]
+    asks = [Request(random_prompt(length), {**TWO_BLOCKS, "seed": 7}) for length in (20, 9, 33)]
+    prompts: list[Any] = [{"prompt_token_ids": ask.prompt} for ask in asks]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        outputs = engine.llm.generate(
+            prompts,
+            [sampling_params(ask) for ask in asks],
+            use_tqdm=False,
+            lora_request=chosen,
+        )
+        return [to_answer(output).token_ids for output in outputs]
+
+    with running(folder, enable_lora=True, max_loras=2) as engine:
+        wanted = answers(engine)
+    with running(folder, enable_lora=True, max_loras=2, tensor_parallel_size=2) as engine:
+        assert answers(engine) == wanted
+        calls = engine.llm.llm_engine
+        with pytest.raises(Exception, match="lora_path: given"):
+            calls.add_lora(lora_request("c", 3, "/nowhere"))
+        assert sorted(calls.list_loras()) == [1, 2]
+        save_adapter(paths[0], random_adapter(folder, seed=1, gain=0.5))
+        assert calls.add_lora(lora_request("a", 1, paths[0], load_inplace=True))
+        chosen[2] = chosen[0]
+        changed = answers(engine)
+        assert changed[2] == wanted[2]
+        assert changed[0] != wanted[0]
 
 
 def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
@@ -262,6 +308,32 @@ def test_divided_rows_equal_one_process(
     """Rows are divided over two processes, or over two pairs that split the weights."""
     ranks = {**dividing(2), "tensor_parallel_size": tensor_size}
     processes_equal_one(checkpoint("mha"), ranks, "other", "memory")
+
+
+def test_divided_rows_keep_their_adapters(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("gqa")
+    paths = [
+        save_adapter(tmp_path / str(n), random_adapter(folder, seed=n, gain=0.5)) for n in range(2)
+    ]
+    asks = [one for one in whole_asks() for _ in range(3)]
+    adapters = [lora_request("a", 1, paths[0]), None, lora_request("b", 2, paths[1])]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": ask.prompt} for ask in asks],
+            [sampling_params(ask) for ask in asks],
+            use_tqdm=False,
+            lora_request=adapters * (len(asks) // 3),
+        )
+        return [to_answer(output).token_ids for output in outputs]
+
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    with running(folder, **options) as engine:
+        wanted = answers(engine)
+    with running(folder, **options, **dividing(2)) as engine:
+        assert answers(engine) == wanted
 
 
 def test_rows_divided_over_gpus_equal_one(num_gpus: int, checkpoint: Callable[[str], Path]) -> None:

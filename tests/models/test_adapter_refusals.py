@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.adapter_files import PREFIX, adaptable, random_adapter, save_adapter
 from tests.checkpoints import make_case
+from vllm.diffusion.adapters import peft_files
 from vllm.diffusion.adapters.matrices import Matrices
 from vllm.diffusion.adapters.peft_files import AdapterReader
 from vllm.diffusion.core.errors import AdapterError
@@ -116,6 +117,16 @@ def test_folders(folder: Path, tensors: dict[str, Tensor], tmp_path: Path) -> No
     assert "wanted a file of tensors" in refusal_of(reader, tmp_path)
 
 
+def test_a_name_on_the_hub_is_downloaded(
+    folder: Path, tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"org/adapter": str(save_adapter(tmp_path / "snapshot", tensors))}
+    monkeypatch.setattr(peft_files, "get_adapter_absolute_path", places.__getitem__)
+    assert reader_of(folder).read("a", "org/adapter").rank == 8
+    line = f"lora_path: given 'org/other'; {NO_FOLDER}"
+    assert refusal_of(reader_of(folder), "org/other") == line
+
+
 def one(module: str, rank: int = 8, rows: int = 64, columns: int = 64) -> dict[str, Tensor]:
     return {
         f"{PREFIX}{module}.lora_A.weight": torch.ones(rank, columns),
@@ -186,7 +197,7 @@ def test_numbers(folder: Path, tmp_path: Path) -> None:
         tensors = one(Q)
         tensors[f"{PREFIX}{Q}.lora_B.weight"][3, 2] = value
         save_adapter(tmp_path, tensors)
-        reader.check("a", str(tmp_path))  # which reads no numbers
+        reader.check("a", str(tmp_path))  # the check reads no numbers
         assert refusal_of(reader, tmp_path, is_read=True) == f"{Q}: lora_B: {line}"
     save_adapter(tmp_path, {name: tensor.int() for name, tensor in one(Q).items()})
     assert refusal_of(reader, tmp_path).endswith(line)

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.server.client import (
 )
 from tests.server.process import MODEL_NAME, SERVER, ServerProcess, healthy
 
+TAKING = (GENERATE, CHAT, COMPLETIONS, MESSAGES)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PARAMETERS: dict[str, Any] = {
     "gen_length": 32,
@@ -37,6 +39,7 @@ PARAMETERS: dict[str, Any] = {
     "ignore_eos": True,
 }
 PROMPT = random_prompt(20)
+DEVELOPMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +77,9 @@ def process(model_dir: Path, root: Path) -> Iterator[ServerProcess]:
     command += ["--dtype", "float32", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3"]
     command += ["--lora-modules", f"a={root / '0'}", "--enable-scale-out"]
     command += ["--additional-config", json.dumps({"dllm": {"adapter_root": str(root)}})]
-    variables = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(root), "VLLM_SERVER_DEV_MODE": "1"}
+    variables = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(root), **DEVELOPMENT}
     plugins = ("register_dllm_models", "dllm_platform", "dllm_endpoints")
     variables |= {"VLLM_PLUGINS": ",".join([*plugins, "lora_filesystem_resolver"])}
-    variables |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     process = ServerProcess(command, root / "server.log", **variables)
     with healthy(process):
         yield process
@@ -158,7 +160,7 @@ def test_the_list_of_models(adapted: Client, root: Path) -> None:
     assert adapted.http.get("/v1/models/a").json()["id"] == "a"
 
 
-@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, MESSAGES, "/v1/loglikelihood"])
+@pytest.mark.parametrize("route", [*TAKING, "/tokenize", "/v1/loglikelihood"])
 def test_unknown_names(route: str, adapted: Client) -> None:
     body = body_for(route)
     if route == "/v1/loglikelihood":
@@ -255,7 +257,7 @@ def test_a_request_ends_with_its_adapter(
 def test_requests_of_several_adapters_under_load(
     adapted: Client, root: Path, expected: list[list[int]]
 ) -> None:
-    """Adapters come and go beside requests that have others."""
+    """Adapters come and go next to requests that have others."""
     failures = list[str]()
     stop = threading.Event()
 
@@ -289,3 +291,33 @@ def test_upstreams_openai_client(process: ServerProcess, adapted: Client) -> Non
             model="a", messages=[{"role": "user", "content": "Hello"}], max_tokens=8
         )
         assert answer.model == "a"
+
+
+def test_every_replica_has_the_adapter(
+    model_dir: Path, root: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
+    command += ["--dtype", "float32", "--data-parallel-size", "2", "--enable-lora"]
+    process = ServerProcess(command, tmp_path / "server.log", **DEVELOPMENT)
+    with healthy(process), process.client() as http:
+        client = Client(http)
+        place = shutil.copytree(root / "0", tmp_path / "a")
+        assert load(client, "a", place).status_code == 200
+        with ThreadPoolExecutor(4) as threads:
+            answers = [*threads.map(lambda _: ids_of(client, "a"), range(8))]
+        assert answers == [expected[0]] * 8
+        shutil.rmtree(place)
+        shutil.copytree(root / "1", place)
+        assert load(client, "a", place, load_inplace=True).status_code == 200
+        with ThreadPoolExecutor(4) as threads:
+            answers = [*threads.map(lambda _: ids_of(client, "a"), range(8))]
+        assert answers == [expected[1]] * 8
+        checksums = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+        ours = {name: digest for name, digest in checksums.items() if ":adapter:a:" in name}
+        assert {name.split(":")[0] for name in ours} == {"dp0", "dp1"}
+        head = [
+            digest for name, digest in ours.items() if name.endswith("transformer.ff_out.lora_A")
+        ]
+        assert len(head) == 2 and len(set(head)) == 1
+        assert load(client, "b", root / "nowhere").status_code == 404
+        assert unload(client, "a").status_code == 200

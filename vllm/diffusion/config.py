@@ -92,7 +92,7 @@ def configure(vllm_config: VllmConfig) -> None:
     _check_open(vllm_config)
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
-    check_flags(vllm_config, settings_of(vllm_config).sequence_parallel_size)
+    check_flags(vllm_config)
 
     # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")

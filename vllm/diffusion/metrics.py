@@ -170,9 +170,9 @@ REQUESTS_WAITING = Metric(
     "dllm:requests_waiting",
     "gauge",
     "Waiting requests, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
-    "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`), a "
-    "`prompt` that another request computes, the other requests of their `call`, a slot for their "
-    "`adapter` (`--max-loras`), or their `order` after earlier requests.",
+    "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`). "
+    "Further values are a `prompt` that another request computes, the other requests of their "
+    "`call`, a slot for their `adapter` (`--max-loras`), and their `order` after earlier requests.",
     label="waits_for",
     label_values=WAITS_FOR,
 )

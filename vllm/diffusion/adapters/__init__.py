@@ -3,7 +3,7 @@
 
 An adapter adds `scale * B A x` to the product of some matrices of the checkpoint. The modules in
 reading order: `matrices` names the matrices that an adapter may change, `peft_files` reads and
-checks an adapter, `known_adapters` keeps the adapters that a worker knows, `slot_memory` holds the
-adapters that requests use, `adapted_rows` records which rows of a step use which slot,
+checks an adapter, `known_adapters` owns the adapters of a worker, `slot_memory` holds the adapters
+that requests use, `adapted_rows` records which rows of a step use which slot,
 `adapted_projection` adds the products, `lora_flags` reads the flags of the server.
 """

@@ -76,8 +76,19 @@ class AdaptedProjection(ops.Projection):
         self._add(h, out, features=features)
 
     def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        self._base.add_to(x, h, scratch, features)
-        self._add(h, x, features=features)
+        if not (self._base.is_summed and self._is_used):
+            self._base.add_to(x, h, scratch, features)
+            self._add(h, x, features=features)
+            return
+
+        def write(rows: slice, out: Tensor) -> None:
+            """Write this rank's part of the sum, with its part of the adapters."""
+            self._base.multiply(h[rows], out, scratch, features)
+            runs, self._adapted.runs = self._adapted.runs, self._adapted.within(rows)
+            self._add(h[rows], out, features=features)
+            self._adapted.runs = runs
+
+        ops.tensor_parallel().add_sum(x, write, scratch)
 
     @property
     def _is_used(self) -> bool:

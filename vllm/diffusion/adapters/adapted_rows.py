@@ -83,20 +83,22 @@ class AdaptedRows:
 
     def turn_to(self, rows: slice) -> None:
         """Announce that the next products compute these rows of the step."""
-        runs = list[Run]()
-        for slot, start, stop in self._step.runs:
-            first, end = max(start, rows.start), min(stop, rows.stop)
-            if first < end:
-                runs.append(Run(slot, first - rows.start, end - rows.start))
-        self.runs = tuple(runs)
+        self.runs = _within(self._step.runs, rows)
+
+    def within(self, rows: slice) -> tuple[Run, ...]:
+        """Return the runs of some rows of the current chunk, counted from the first of them."""
+        return _within(self.runs, rows)
 
     def watch(self, x: Tensor) -> WatchedRows:
         """Return x [T, D], all rows of the step; each chunk that is taken from it is announced."""
         return WatchedRows(x, self)
 
-    def announcing(self, chunks: Sequence[T]) -> list[T]:
-        """Return chunks (`Chunk`); the rows of each are announced when an iteration reaches it."""
-        return _Announcing(chunks, self)
+    def announcing(self, chunks: Sequence[T], rank: int) -> list[T]:
+        """Return chunks (`Chunk`); each is announced when an iteration reaches it.
+
+        `rank` is the index of this rank among the ranks that divide the rows of a step.
+        """
+        return _Announcing(chunks, self, rank)
 
     def of_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield parts of the sample rows (`SamplePart`); each is announced when it is yielded."""
@@ -128,14 +130,24 @@ class WatchedRows:
 class _Announcing(list[Any]):
     """Chunks of a stage, as `AdaptedRows.announcing` returns them."""
 
-    def __init__(self, chunks: Iterable[Any], adapted: AdaptedRows) -> None:
+    def __init__(self, chunks: Iterable[Any], adapted: AdaptedRows, rank: int) -> None:
         super().__init__(chunks)
-        self._adapted = adapted
+        self._adapted, self._rank = adapted, rank
 
     def __iter__(self) -> Iterator[Any]:
         for chunk in super().__iter__():
-            self._adapted.turn_to(chunk.local)
+            self._adapted.turn_to(chunk.places[self._rank])
             yield chunk
+
+
+def _within(runs: Iterable[Run], rows: slice) -> tuple[Run, ...]:
+    """Return the parts of runs within a range of rows, counted from its first row."""
+    parts = list[Run]()
+    for slot, start, stop in runs:
+        first, end = max(start, rows.start), min(stop, rows.stop)
+        if first < end:
+            parts.append(Run(slot, first - rows.start, end - rows.start))
+    return tuple(parts)
 
 
 def _runs_of(step: StepSlots, pieces: Iterable[Piece]) -> tuple[Run, ...]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.adapters.peft_files import CONFIG
+from vllm.diffusion.adapters.peft_files import CONFIG, folder_of
 from vllm.diffusion.core.errors import AdapterError
 from vllm.logger import init_logger
 
@@ -49,7 +48,7 @@ class Source:
 
 def stamp_of(path: str) -> Stamp:
     """Return the sizes and times of the files in an adapter's folder."""
-    folder = Path(path).expanduser()
+    folder = folder_of(path)
     files = [folder / CONFIG, *sorted(folder.glob("adapter_model.*"))]
     stats = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

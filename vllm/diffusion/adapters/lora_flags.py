@@ -28,12 +28,8 @@ _REFUSED = {
 _WITHOUT_EFFECT = ("fully_sharded_loras", "specialize_active_lora")
 
 
-def check_flags(vllm_config: VllmConfig, num_sequence_ranks: int) -> None:
+def check_flags(vllm_config: VllmConfig) -> None:
     """Refuse flags about adapters that cannot be served.
-
-    Args:
-        vllm_config: configuration of the engine, with adapters or without.
-        num_sequence_ranks: ranks that divide the rows of a step.
 
     Raises:
         ServerConfigError: naming the flag.
@@ -61,15 +57,6 @@ def check_flags(vllm_config: VllmConfig, num_sequence_ranks: int) -> None:
         raise ServerConfigError(
             f"lora_target_modules: given {unknown[0]!r}; wanted some of {', '.join(names)}"
         )
-    sizes = {
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        "sequence_parallel_size": num_sequence_ranks,
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            raise ServerConfigError(
-                f"{name}: given {size}; wanted 1 with enable_lora: adapters are not divided"
-            )
 
 
 def reader_of(vllm_config: VllmConfig) -> AdapterReader | None:

@@ -19,19 +19,67 @@ HEAD = "lm_head"
 _OF_EXPERTS = re.compile(r"\.experts(\.|$)|\.mlp\.gate$")
 
 
+class Section(NamedTuple):
+    """Rows of a matrix that ranks divide evenly by units.
+
+    Attributes:
+        num_rows: number of rows.
+        num_units: number of units, such as heads, that ranks never cut. Several ranks share a unit
+            if there are more ranks than units. 0 for the rows of the vocabulary.
+    """
+
+    num_rows: int
+    num_units: int
+
+
 class Matrix(NamedTuple):
     """A matrix of the checkpoint and its place in the model.
 
     Attributes:
         product: path of the model's module that multiplies by it, alone or with other matrices.
-        part: its part of that module, in the order of the module's columns: 0 for the first.
         num_rows, num_columns: its shape, [out, in].
+        sections: its rows, in order, as ranks divide them; empty if ranks divide its columns.
     """
 
     product: str
-    part: int
     num_rows: int
     num_columns: int
+    sections: tuple[Section, ...] = ()
+
+
+class Shard(NamedTuple):
+    """The part of every matrix that a tensor-parallel rank has.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        vocabulary: rows of the head.
+    """
+
+    rank: int
+    size: int
+    vocabulary: slice
+
+    def rows(self, matrix: Matrix) -> list[slice]:
+        """Return the rows of a matrix on this rank."""
+        if not matrix.sections:
+            return [slice(0, matrix.num_rows)]
+        rows, start = list[slice](), 0
+        for num_rows, num_units in matrix.sections:
+            part = self.vocabulary
+            if num_units:
+                width, count = num_rows // num_units, max(num_units // self.size, 1)
+                first = self.rank * num_units // self.size
+                part = slice(first * width, (first + count) * width)
+            rows.append(slice(start + part.start, start + part.stop))
+            start += num_rows
+        return rows
+
+    def columns(self, matrix: Matrix) -> slice:
+        """Return the columns of a matrix on this rank."""
+        if matrix.sections:
+            return slice(0, matrix.num_columns)
+        width = matrix.num_columns // self.size
+        return slice(self.rank * width, (self.rank + 1) * width)
 
 
 class Matrices:
@@ -51,9 +99,8 @@ class Matrices:
                 all_matrices[f"{stored}.{names.get(name, name)}"] = matrix
         self._head = names.get(HEAD, HEAD)
         if not config.tie_word_embeddings:
-            all_matrices[self._head] = Matrix(
-                HEAD, 0, architecture.num_embeddings, config.hidden_size
-            )
+            size = architecture.num_embeddings
+            all_matrices[self._head] = Matrix(HEAD, size, config.hidden_size, (Section(size, 0),))
         self._all = all_matrices
 
     def _of_layer(self, index: int) -> Iterator[tuple[str, Matrix]]:
@@ -63,21 +110,25 @@ class Matrices:
         layer = f"model.layers.{index}"
         q_rows = config.num_attention_heads * config.head_dim
         kv_rows = config.num_key_value_heads * config.head_dim
+        q = Section(q_rows, config.num_attention_heads)
+        kv = Section(kv_rows, config.num_key_value_heads)
         qkv = f"{layer}.self_attn.qkv_proj"
         if architecture.has_fused_qkv:
-            yield "self_attn.qkv_proj", Matrix(qkv, 0, q_rows + 2 * kv_rows, width)
+            num_rows = q_rows + 2 * kv_rows
+            yield "self_attn.qkv_proj", Matrix(qkv, num_rows, width, (q, kv, kv))
         else:
-            for part, (name, rows) in enumerate((("q", q_rows), ("k", kv_rows), ("v", kv_rows))):
-                yield f"self_attn.{name}_proj", Matrix(qkv, part, rows, width)
-        yield "self_attn.o_proj", Matrix(f"{layer}.self_attn.o_proj", 0, width, q_rows)
+            for name, section in (("q", q), ("k", kv), ("v", kv)):
+                matrix = Matrix(qkv, section.num_rows, width, (section,))
+                yield f"self_attn.{name}_proj", matrix
+        yield "self_attn.o_proj", Matrix(f"{layer}.self_attn.o_proj", width, q_rows)
         mlp, inner = "mlp", architecture.dense_width
         if index in architecture.expert_layers:
             mlp, inner = "mlp.shared_experts", architecture.shared_expert_width
         if inner:
-            gate_up = f"{layer}.{mlp}.gate_up_proj"
-            yield f"{mlp}.gate_proj", Matrix(gate_up, 0, inner, width)
-            yield f"{mlp}.up_proj", Matrix(gate_up, 1, inner, width)
-            yield f"{mlp}.down_proj", Matrix(f"{layer}.{mlp}.down_proj", 0, width, inner)
+            gate_up = Matrix(f"{layer}.{mlp}.gate_up_proj", inner, width, (Section(inner, inner),))
+            yield f"{mlp}.gate_proj", gate_up
+            yield f"{mlp}.up_proj", gate_up
+            yield f"{mlp}.down_proj", Matrix(f"{layer}.{mlp}.down_proj", width, inner)
 
     @property
     def all(self) -> Mapping[str, Matrix]:
@@ -93,21 +144,6 @@ class Matrices:
     def last_names(self) -> tuple[str, ...]:
         """The last parts of all names, each once, in the order of a layer."""
         return tuple(dict.fromkeys(last_name(name) for name in self._all))
-
-    def products(self) -> dict[str, list[Matrix]]:
-        """Return the allowed matrices of each module that multiplies, in the order of columns."""
-        products = dict[str, list[Matrix]]()
-        for matrix in self.allowed.values():
-            products.setdefault(matrix.product, []).append(matrix)
-        return products
-
-    def first_columns(self) -> dict[str, int]:
-        """Return, by name, the first column of a matrix in the product of its module."""
-        columns, ends = dict[str, int](), dict[str, int]()
-        for name, matrix in self._all.items():
-            columns[name] = ends.get(matrix.product, 0)
-            ends[matrix.product] = columns[name] + matrix.num_rows
-        return columns
 
     def _is_allowed(self, name: str) -> bool:
         return self._targets is None or last_name(name) in self._targets

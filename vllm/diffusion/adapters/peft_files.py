@@ -14,7 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm.diffusion.core.errors import AdapterError
+from vllm.logger import init_logger
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import get_adapter_absolute_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,10 +25,13 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.adapters.matrices import Matrices
 
+logger = init_logger(__name__)
+
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
 _PREFIX = "base_model.model."
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(\.[^.]+)?\.weight")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MERGED = "or the adapter merged into the checkpoint"
@@ -169,7 +174,7 @@ class AdapterReader:
         return config, places
 
     def _check_shapes(self, module: str, shapes: tuple[list[int] | None, ...], rank: int) -> None:
-        _, _, num_rows, num_columns = self.matrices.find(module)
+        _, num_rows, num_columns, _ = self.matrices.find(module)
         if shapes == ([rank, num_columns], [num_rows, rank]):
             return
         # The shapes may fit each other, but not the configuration.
@@ -230,10 +235,22 @@ _DTYPES = {
 }
 
 
+def folder_of(path: str) -> Path:
+    """Return the folder of an adapter; a name on the Hugging Face Hub is downloaded first."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() or not _HUB_NAME.fullmatch(path):
+        return folder
+    try:
+        return Path(get_adapter_absolute_path(path))
+    except Exception as error:  # the Hub cannot be reached, or has no such name
+        logger.warning("adapter %s: not found on the Hugging Face Hub: %s", path, error)
+        return folder
+
+
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[dict[str, Any], _Tensors]]:
     """Open the two files of an adapter's folder."""
-    folder = Path(path).expanduser()
+    folder = folder_of(path)
     refusal = AdapterError(
         f"lora_path: given {path!r}; wanted a folder with {CONFIG} and {SAFETENSORS}"
     )

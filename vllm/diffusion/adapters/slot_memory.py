@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.adapters.matrices import Matrices
+    from vllm.diffusion.adapters.matrices import Matrices, Shard
     from vllm.diffusion.adapters.peft_files import Adapter
 
 
@@ -33,10 +33,16 @@ class Term(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Slots of one matrix: `down` [slots, max rank, in], `up` [slots, out, max rank]."""
+    """Slots of one matrix: `down` [slots, max rank, in], `up` [slots, out, max rank].
+
+    `columns` are its columns of the product, `rows` and `features` the part of the matrix on this
+    rank.
+    """
 
     name: str
     columns: slice
+    rows: list[slice]
+    features: slice
     down: Tensor
     up: Tensor
 
@@ -55,14 +61,14 @@ class ProductSlots:
     def write(self, slot: int, adapter: Adapter | None) -> None:
         """Copy an adapter's matrices into a slot; None empties it."""
         terms = list[Term]()
-        for name, columns, downs, ups in self._parts:
+        for name, columns, rows, features, downs, ups in self._parts:
             low_rank = None if adapter is None else adapter.low_ranks.get(name)
             if low_rank is None:
                 continue
             rank = len(low_rank.down)
             down, up = downs[slot, :rank], ups[slot, :, :rank]
-            down.copy_(low_rank.down, non_blocking=True)
-            up.copy_(low_rank.up, non_blocking=True)
+            down.copy_(low_rank.down[:, features], non_blocking=True)
+            up.copy_(torch.cat([low_rank.up[own] for own in rows]), non_blocking=True)
             terms.append(Term(columns, down, up, low_rank.scale))
         self._terms[slot] = tuple(terms)
 
@@ -78,6 +84,7 @@ class SlotMemory:
         matrices: the matrices that adapters may change.
         num_slots: number of adapters.
         max_rank: highest rank of an adapter.
+        shard: the part of every matrix on this rank.
         dtype, device: dtype and device of the model.
 
     Attributes:
@@ -89,19 +96,28 @@ class SlotMemory:
         matrices: Matrices,
         num_slots: int,
         max_rank: int,
+        shard: Shard,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.num_slots = num_slots
-        starts, parts = matrices.first_columns(), dict[str, list[_Part]]()
-        for name, (product, _, num_rows, num_columns) in matrices.allowed.items():
-            columns = slice(starts[name], starts[name] + num_rows)
+        parts, ends = dict[str, list[_Part]](), dict[str, int]()
+        for name, matrix in matrices.all.items():
+            product, rows, features = matrix.product, shard.rows(matrix), shard.columns(matrix)
+            num_rows, start = sum(own.stop - own.start for own in rows), ends.get(product, 0)
+            ends[product] = start + num_rows
+            if name not in matrices.allowed:
+                continue
             down, up = (
                 torch.zeros(num_slots, *shape, dtype=dtype, device=device)
-                for shape in ((max_rank, num_columns), (num_rows, max_rank))
+                for shape in (
+                    (max_rank, features.stop - features.start),
+                    (num_rows, max_rank),
+                )
             )
-            parts.setdefault(product, []).append(_Part(name, columns, down, up))
+            part = _Part(name, slice(start, ends[product]), rows, features, down, up)
+            parts.setdefault(product, []).append(part)
         self.products = {path: ProductSlots(own, num_slots) for path, own in parts.items()}
 
     def write(self, slot: int, adapter: Adapter | None) -> None:

@@ -136,6 +136,11 @@ class Projection(ABC):
         self._ahead: Tensor | None = None  # start of the weight that is read after this one
 
     @property
+    def is_summed(self) -> bool:
+        """Whether `add_to` sums the products of several ranks."""
+        return self._is_summed
+
+    @property
     def stored(self) -> Tensor | None:
         """The weight as it is stored, contiguous; None if upstream stores it."""
         return None

@@ -73,7 +73,7 @@ class AdapterModels(OpenAIServingModels):
                 return known
             message = f"model: given {lora_name!r}; wanted a served name"
             status = HTTPStatus.NOT_FOUND
-            for resolver in self.lora_resolvers:
+            for resolver in self.lora_resolvers if self.reader is not None else ():
                 adapter = await resolver.resolve_lora(self.model_config.model, lora_name)
                 if adapter is None:
                     continue

@@ -75,6 +75,13 @@ async def choose(state: Any, body: Mapping[str, Any]) -> None:
         await choose_model(models, body.get("model"))
 
 
+async def choose_model_of(raw_request: Request) -> None:
+    """Set the adapter of a request, as `choose`."""
+    body = await raw_request.json() if await raw_request.body() else None
+    if isinstance(body, dict):
+        await choose(raw_request.app.state, body)
+
+
 @router.post("/v1/load_lora_adapter", dependencies=_JSON, response_model=None, responses=_ANSWERS)
 async def load_lora_adapter(request: LoadAdapterBody, raw_request: Request) -> Response:
     """Load an adapter from a folder; `load_inplace` replaces the adapter of that name."""

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from vllm.diffusion.api.conversations import read_chat
 from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody  # noqa: TC001 (FastAPI reads it)
 from vllm.diffusion.api.schema import body_class
+from vllm.diffusion.api.server import adapter_routes
 from vllm.entrypoints.scale_out.render.api_router import render_chat_completion
 from vllm.entrypoints.serve.tokenize.api_router import tokenize
 from vllm.entrypoints.serve.tokenize.protocol import (
@@ -56,7 +57,11 @@ async def retrieve_model(model_id: str, raw_request: Request) -> JSONResponse:
     raise VLLMNotFoundError(f"model: given {model_id!r}; wanted one of: {names}")
 
 
-@router.post("/tokenize", dependencies=_JSON, response_model=TokenizeResponse)
+@router.post(
+    "/tokenize",
+    dependencies=[*_JSON, Depends(adapter_routes.choose_model_of)],
+    response_model=TokenizeResponse,
+)
 async def tokenise(
     request: TokenizeCompletionRequest | TokenizeChatBody,  # type: ignore[valid-type]
     raw_request: Request,

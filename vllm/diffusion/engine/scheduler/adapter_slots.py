@@ -26,17 +26,22 @@ class AdapterSlots(AdmissionGate):
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._holders: dict[RequestState, int] = {}  # numbers of their adapters
-        self._generations: dict[int, int] = {}  # of adapters that were replaced
+        # Generations of adapters that were replaced, by their numbers.
+        self._generations: dict[int, int] = {}
 
     def arrived(self, item: RequestState) -> bool:
         number = _number_of(item)
         if number is None:
             return False
-        item.adapter_key = self._key(number)
+        self._use(item, number)
         return True
 
-    def _key(self, number: int) -> str:
-        return f"{number}.{self._generations.get(number, 0)}"
+    def _use(self, item: RequestState, number: int) -> None:
+        """Make a request use the present tensors of its adapter from its next step on."""
+        generation, following = self._generations.get(number, 0), item.num_steps + 1
+        item.adapter_key = f"{number}.{generation}"
+        earlier = [(old, first) for old, first in item.adapter_steps if first < following]
+        item.adapter_steps = [*earlier, (generation, following)]
 
     def reserve(self, item: RequestState) -> bool:
         """Return whether the request's adapter has a slot, or a slot is free."""
@@ -70,7 +75,7 @@ class AdapterSlots(AdmissionGate):
         for item in affected:
             number = _number_of(item)
             assert number is not None
-            item.adapter_key = self._key(number)
+            self._use(item, number)
         return affected
 
 

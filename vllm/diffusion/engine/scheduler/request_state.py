@@ -53,6 +53,7 @@ class RequestState:
         largest: usage of its step with the highest peak.
         labels: labels of weights, by the number of weight changes before them.
         adapter_key: identifies the tensors of its adapter; "" without one.
+        adapter_steps: generations of its adapter, each with the first step that it computed.
     """
 
     request: Request
@@ -75,6 +76,7 @@ class RequestState:
     largest: StepUsage | None = None
     labels: Mapping[int, str] = field(default_factory=dict)
     adapter_key: str = ""
+    adapter_steps: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.next_rows = self.demand.first_rows

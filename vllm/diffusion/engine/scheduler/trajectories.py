@@ -52,6 +52,8 @@ def trajectory_of(item: RequestState, trajectory: Trajectory) -> dict[str, Any]:
         "seed": params.seed,
         "weight_version": _label(item, trajectory),
         "weight_steps": [list(span) for span in trajectory.weight_steps],
+        "adapter": None if request.lora_request is None else request.lora_request.lora_name,
+        "adapter_steps": [list(span) for span in item.adapter_steps],
         "parameters": parameters_of(params),
         "replayable": _is_replayable(params),
     }
@@ -79,8 +81,12 @@ def parameters_of(params: DiffusionParams) -> dict[str, Any]:
 
 
 def _label(item: RequestState, trajectory: Trajectory) -> str | None:
-    """Return the label of the weights that computed all steps; labels are valid until replaced."""
+    """Return the label of the weights that computed all steps; labels are valid until replaced.
+
+    Returns None if the weights or the tensors of the adapter have changed during the answer.
+    """
     (generation, _), *others = trajectory.weight_steps
+    others += item.adapter_steps[1:]
     return None if others else item.labels[max(g for g in item.labels if g <= generation)]
 
 

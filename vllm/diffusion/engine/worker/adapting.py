@@ -15,6 +15,7 @@ import numpy as np
 from vllm.diffusion.adapters.adapted_rows import AdaptedRows, StepSlots
 from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
 from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
+from vllm.diffusion.adapters.matrices import Shard
 from vllm.diffusion.adapters.slot_memory import SlotMemory
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.forward import ForwardPass
@@ -22,6 +23,10 @@ from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.adapted_layers import install_adapters
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -175,6 +180,11 @@ def load_adapters(
         matrices_of(lora, model.config),
         lora.max_loras,
         lora.max_lora_rank,
+        Shard(
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+            slice(model.vocab_start, model.vocab_start + model.num_columns),
+        ),
         dtype=model.dtype,
         device=model.rotary_frequencies.device,
     )

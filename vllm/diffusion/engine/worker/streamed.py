@@ -76,7 +76,8 @@ def run_streamed(
     rounds = rounds_of(parts, division)
     cuts = StageChunks.of(division, plan, parts, in_windows=in_windows)
     if forward.model.adapting is not None:
-        cuts = StageChunks(*map(forward.model.adapting.announcing, cuts))
+        announcing = forward.model.adapting.announcing
+        cuts = StageChunks(*(announcing(chunks, peers.rank) for chunks in cuts))
     with pool.scope("step"):
         INPUTS.expect(pool, division.longest)
         RESULTS.expect(pool, peers.size * even)
