@@ -235,12 +235,7 @@ def test_a_replaced_adapter_acts_on_its_requests_alone(
         begin(engine, "a", Request(prompt, parameters), a)
         for name, (adapter, tokens) in bystanders.items():
             begin(engine, name, Request(tokens, parameters), adapter)
-        answers = dict[str, Response]()
-        while engine.runner.canvases.get(request_id(engine)) is None:
-            answers |= step(engine)
-        while engine.runner.canvases[request_id(engine)].num_forwards < num_before:
-            answers |= step(engine)
-        assert "a" not in answers
+        answers = step_until(engine, num_before)
         save_adapter(place, random_adapter(folder, seed=2, gain=0.5))
         assert engine.llm.llm_engine.add_lora(lora_request("a", 1, place, load_inplace=True))
         answers |= finish(engine)
@@ -262,6 +257,17 @@ def request_id(engine: Engine, name: str = "a") -> str:
     return next(iter(engine.llm.llm_engine.output_processor.external_req_ids[name]), "")
 
 
+def step_until(engine: Engine, num_forwards: int) -> dict[str, Response]:
+    """Step until request "a", which must not end, has taken some forward passes; return answers."""
+    answers = dict[str, Response]()
+    while engine.runner.canvases.get(request_id(engine)) is None:
+        answers |= step(engine)
+    while engine.runner.canvases[request_id(engine)].num_forwards < num_forwards:
+        answers |= step(engine)
+    assert "a" not in answers
+    return answers
+
+
 def after_a_change(
     merged: dict[int, Path], one: Request, num_before: int, *, is_ahead: bool = False
 ) -> list[int]:
@@ -269,12 +275,7 @@ def after_a_change(
     with running(merged[0], weight_transfer_config={"backend": "disk"}) as engine:
         engine.loop.runs_ahead = is_ahead
         begin(engine, "a", one)
-        answers = dict[str, Response]()
-        while engine.runner.canvases.get(request_id(engine)) is None:
-            answers |= step(engine)
-        while engine.runner.canvases[request_id(engine)].num_forwards < num_before:
-            answers |= step(engine)
-        assert "a" not in answers
+        answers = step_until(engine, num_before)
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(merged[2])})
         return (answers | finish(engine))["a"].token_ids
 
