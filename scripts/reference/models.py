@@ -238,7 +238,7 @@ class StableDiffCoderReference(Reference):
 
 
 class A2DReference(Reference):
-    """A2D, whose networks are those of Qwen3 (as SDAR), Qwen2 (as Dream) and Llama."""
+    """A2D, which has the network of Qwen3 (as SDAR), of Qwen2 (as Dream) or of Llama."""
 
     @staticmethod
     def network(config: Config) -> Decoder:

@@ -148,9 +148,10 @@ class Router(NamedTuple):
 class GemmaFeedForward:
     """Feed-forward stage: a dense MLP and a mixture of experts, which read the same rows.
 
-    `norms` are those before and behind the dense MLP, before and behind the experts, and behind the
-    sum. `w1` [E, 2I, D] has the gate's rows first; `w2` is [E, D, I]. `in_block` or `in_context`,
-    [1] each, is the factor of the residual stream behind the layer.
+    The rows are normed before and after the dense MLP, before and after the experts, and after the
+    sum of both; `norms` has this order. `w1` [E, 2I, D] has the gate's rows first; `w2` is
+    [E, D, I]. `in_block` or `in_context`, [1] each, is the factor of the residual stream after the
+    layer.
     """
 
     norms: tuple[RMSNorm, RMSNorm, RMSNorm, RMSNorm, RMSNorm]

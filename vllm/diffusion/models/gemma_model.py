@@ -50,7 +50,7 @@ _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 class GemmaLayer(DiffusionLayer):
     """One layer of Gemma 4.
 
-    `in_context` and `in_block` hold the factor of the residual stream behind the layer, for rows of
+    `in_context` and `in_block` hold the factor of the residual stream after the layer, for rows of
     the context and for rows of a block.
     """
 
