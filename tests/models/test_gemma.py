@@ -135,6 +135,8 @@ def test_equal_experts_are_chosen_by_index() -> None:
     """Weights are normalised before the experts' scales, and ties go to the lowest index."""
     gate = torch.zeros(4, 6)
     router = Router(torch.ones(6), gate, torch.tensor([2.0, 4.0, 8.0, 16.0]), 2, 1e-6)
-    chosen, weights = router.route(torch.randn(3, 6))
-    assert chosen.tolist() == [[0, 1]] * 3
-    assert weights.tolist() == [[1.0, 2.0]] * 3
+    routing = router.route(torch.randn(3, 6))
+    assert routing.weights.tolist() == [[1.0, 2.0]] * 3
+    # A slot is row * 2 + place, and the rows of expert 0 come first.
+    assert routing.slots.tolist() == [0, 2, 4, 1, 3, 5]
+    assert routing.ends.tolist() == [3, 6, 6, 6]

@@ -13,8 +13,9 @@ from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import CheckpointError
+from vllm.diffusion.layers.gemma_rows import Scalars, soft_cap
 from vllm.diffusion.layers.gemma_stages import GemmaAttention, GemmaFeedForward, Router, gelu_mlp
-from vllm.diffusion.layers.norm import RMSNorm, unit_rms
+from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies
 from vllm.diffusion.layers.windowed_attention import attend_in_window
@@ -84,10 +85,9 @@ class GemmaLayer(DiffusionLayer):
             ops.projection_of(self.dense.down_proj),
             self.dense.down_proj.input_size_per_partition,
             self.router.stage(),
-            self.experts.w1.weight.data,
-            self.experts.w2.weight.data,
-            self.in_block.layer_scalar.data,
-            self.in_context.layer_scalar.data,
+            self.experts.w1.matrices,
+            self.experts.w2.matrices,
+            Scalars(self.in_block.layer_scalar.data, self.in_context.layer_scalar.data),
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
@@ -139,6 +139,7 @@ class GemmaAttentionWeights(AttentionWeights):
             **{name: value for name, value in vars(plain).items() if name != "kernel"},
             kernel=functools.partial(attend_in_window, scale=1.0, window=self.window),
             out_norm=self.out_norm,
+            unit_gains=torch.ones_like(self.q_norm.weight.data),
             table_columns=self.table_columns,
         )
 
@@ -155,7 +156,9 @@ class GemmaRouter(nn.Module):
         )
         num_experts, width = self.shape
         self.scale = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.per_expert_scale = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+        # fp32, because weights of experts are fp32
+        expert_scale = torch.empty(num_experts, dtype=torch.float32)
+        self.per_expert_scale = nn.Parameter(expert_scale, requires_grad=False)
 
     def stage(self) -> Router:
         """Return the choice of experts with these weights, after they are loaded."""
@@ -199,7 +202,7 @@ class SelfConditioning(nn.Module):
         super().__init__()
         self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DenseMLP(config, None, prefix, config.intermediate_size)
-        self.eps = config.rms_norm_eps
+        self.register_buffer("unit_gains", torch.ones(config.hidden_size), persistent=False)
 
     def add_to(self, x: Tensor, soft: Tensor | None) -> None:
         """Add the MLP of `soft` [R, D] to embeddings x [R, D], in place, and norm the sum.
@@ -212,7 +215,7 @@ class SelfConditioning(nn.Module):
             )
             width = self.mlp.down_proj.input_size_per_partition
             x.add_(gelu_mlp(self.pre_norm(soft), gate_up, down, width, FreshBuffers(x.device)))
-        x.copy_(unit_rms(x, self.eps))
+        ops.rms_norm(x, self.unit_gains, self.pre_norm.eps, out=x)
 
     def destinations(self, path: str, stored: str) -> dict[str, Destination]:
         """Return the destinations of the modules of a checkpoint below `stored`."""
@@ -314,8 +317,7 @@ class GemmaModel(UpstreamModel):
         (capped,) = stages.capped(self.num_columns)
         if buffers is not None:
             capped.expect(buffers, len(logits))
-        cap = self.cap
-        return logits.float().div_(cap).tanh_().mul_(cap)
+        return soft_cap(logits.float(), self.cap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         assert isinstance(self.config, DiffusionGemmaConfig)

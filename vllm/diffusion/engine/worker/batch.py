@@ -215,7 +215,9 @@ class StepBatch:
             if last is sequence and last.block_length == 0:  # all its rows read the same keys
                 runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
-            last, first = sequence, sequence.first + start - sequence.q_start
+            last, first = sequence, sequence.first
+            if sequence.block_length:
+                first += start - sequence.q_start
             runs.append(sequence._replace(q_start=start, q_end=end, first=first))
         return lay_out(runs, self.packing.pages)
 

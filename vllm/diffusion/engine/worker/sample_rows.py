@@ -252,7 +252,7 @@ def _runs(sequence: Span, positions: Array) -> list[Span]:
     """
     start, stop, block_length, in_pages = *sequence[2:5], sequence.in_pages
     if not block_length:
-        return [sequence._replace(q_start=0, q_end=positions.size, first=0)]
+        return [sequence._replace(q_start=0, q_end=positions.size)]
     runs = []
     while positions.size:
         end = (int(positions[0]) // block_length + 1) * block_length
