@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def route(
     _check_choice("route", logits.shape[1], num_chosen, *of_experts, logits, scoring)
     kernels = _kernels_for(logits, logits.shape[1], scoring)
     if kernels is None:
-        options = {"has_shared": has_shared, "expert_scales": expert_scales}
+        options: Any = {"has_shared": has_shared, "expert_scales": expert_scales}
         return Routing(*reference.route(logits, num_chosen, bias, scoring, **options))
     routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
     with guard(logits):
@@ -124,7 +124,7 @@ def route_rows(
     kernels = _kernels_for(x, len(gate), scoring) if has_parts else None
     if kernels is None:
         logits = _router_logits(x, gate, scoring)
-        options = {"has_shared": has_shared, "expert_scales": expert_scales}
+        options: Any = {"has_shared": has_shared, "expert_scales": expert_scales}
         return route(logits, num_chosen, bias, scoring, **options)
     dtype = torch.float32 if scoring.in_fp32 else x.dtype
     routing = _allocate(x, len(gate), num_chosen, dtype, has_shared=has_shared)

@@ -59,12 +59,14 @@ def network_logits(network: Any, prompt: Tensor, canvas: Tensor, soft: Tensor | 
 def our_logits(model: Any, prompt: Tensor, canvas: Tensor, soft: Tensor | None) -> Tensor:
     ids, start = torch.cat([prompt, canvas]), len(prompt)
     x = model.embed_input_ids(ids)
-    model.condition(x[start:], None if soft is None else model.expected_embeddings(soft))
+    rows = model.soft_rows(len(ids), 64)[start:]
+    rows.copy_(torch.zeros_like(rows) if soft is None else model.expected_embeddings(soft))
+    is_block = torch.arange(len(ids)) >= start
+    model.condition(x, is_block)
     spans = [
         Span(0, start, 0, start, 1),
         Span(start, len(ids), 0, len(ids), block_start=start),
     ]
-    is_block = torch.arange(len(ids)) >= start
     rotary = model.rotary(torch.arange(len(ids)))
     x = run_whole(model.layers, x, rotary, spans, marks=[is_block])
     return model.compute_logits(model.final_norm(x))

@@ -10,7 +10,7 @@ unpacked first, into memory that all layers share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -67,7 +67,7 @@ def route_rows(
     if is_compiled and fused_ops.has_router(x, gate):
         return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring.of_rows()))
     in_parts = dispatch.routes_in_parts(len(x), dispatch.card_of(x.device))
-    options = {"has_shared": has_shared, "in_parts": in_parts, "expert_scales": expert_scales}
+    options: Any = {"has_shared": has_shared, "in_parts": in_parts, "expert_scales": expert_scales}
     return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring, **options)
 
 
