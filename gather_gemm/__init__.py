@@ -7,7 +7,7 @@ There is no build step: kernels are compiled at first use. The import never fail
 
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, weighted_gemm
-from .launch import MAX_SPLIT_ROWS, low_rank_splits, low_rank_tile
+from .launch import MAX_SPLIT_ROWS, low_rank_splits, low_rank_tile, max_tiles
 from .low_rank import LowRank, Piece, Tiles, expand, gated_expand, shrink
 from .routing import Routing, route, route_rows, sum_terms
 from .scoring import SOFTMAX, Scoring
@@ -32,6 +32,7 @@ __all__ = [
     "is_built",
     "low_rank_splits",
     "low_rank_tile",
+    "max_tiles",
     "route",
     "route_rows",
     "shrink",

@@ -71,13 +71,13 @@ class Piece(NamedTuple):
         part: the part.
         source: first of the columns in `LowRank.up`.
         target: first of the columns in the product that is written.
-        count: number of columns.
+        width: number of columns.
     """
 
     part: int
     source: int
     target: int
-    count: int
+    width: int
 
 
 def shrink(x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor) -> None:
@@ -133,13 +133,13 @@ def expand(
     if len(pieces) > MAX_PIECES:
         raise ValueError(f"{op}: pieces must be at most {MAX_PIECES}, got {len(pieces)}")
     num_sources, num_targets = matrices.up.shape[2], out.shape[1]
-    for _, source, target, count in pieces:
-        if min(source, target) < 0 or source + count > num_sources or target + count > num_targets:
+    for _, source, target, width in pieces:
+        if min(source, target) < 0 or source + width > num_sources or target + width > num_targets:
             raise ValueError(
                 f"{op}: pieces must be within {num_sources} columns of up and {num_targets} of "
                 f"out, got {pieces}"
             )
-    if not len(out) or not len(tiles.table) or not any(piece.count for piece in pieces):
+    if not len(out) or not len(tiles.table) or not any(piece.width for piece in pieces):
         return
     if _kernels is None or not can_take(out):
         table, first_row = tiles.table, tiles.first_row

@@ -25,10 +25,13 @@ def _read_tile(tiles, first_row, num_rows, ROWS: tl.constexpr):
     return slot, rows.to(tl.int64), is_row
 
 
+# Numbers that differ from step to step, and tables that are read number by number. Neither selects
+# a specialised kernel.
 _ROWS = ["first_row", "num_rows"]
+_TABLES = ["ranks", "scales", "tiles"]
 
 
-@triton.jit(do_not_specialize=_ROWS)
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
 def shrink_kernel(
     x,  # [T, D]
     down,  # [slots, parts, most ranks, D]
@@ -128,7 +131,10 @@ def _delta(
     return total
 
 
-@triton.jit(do_not_specialize=[*_ROWS, "part0", "part1", "part2"])
+@triton.jit(
+    do_not_specialize=[*_ROWS, "part0", "part1", "part2"],
+    do_not_specialize_on_alignment=_TABLES,
+)
 def expand_kernel(
     low,  # [splits, T, parts * most ranks] fp32
     up,  # [slots, most ranks, N]
@@ -201,7 +207,7 @@ def expand_kernel(
     tl.store(places, total.to(out.dtype.element_ty), mask=is_written)
 
 
-@triton.jit(do_not_specialize=_ROWS)
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
 def gated_expand_kernel(
     low,  # [splits, T, parts * most ranks] fp32
     up,  # [slots, most ranks, N], the gate's columns first if it has a part
@@ -316,7 +322,7 @@ def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
     """Enqueue the sums of `expand`; the arguments are checked."""
     up, ranks = matrices.up, matrices.ranks
     config = choose_expand(tiles.size, up.shape[1], out.element_size())
-    num_blocks = sum(triton.cdiv(piece.count, config.columns) for piece in pieces)
+    num_blocks = sum(triton.cdiv(piece.width, config.columns) for piece in pieces)
     padded = (*pieces, *[(0, 0, 0, 0)] * (MAX_PIECES - len(pieces)))
     expand_kernel[len(tiles.table), num_blocks](
         low,
