@@ -41,6 +41,11 @@ def projected(dtype: torch.dtype, num_columns: int) -> Buffer:
     return Buffer("projected", (num_columns,), dtype)
 
 
+def low_rank(num_ranks: int) -> Buffer:
+    """Products with the first matrices of LoRA adapters."""
+    return Buffer("low rank", (num_ranks,), torch.float32)
+
+
 def quantised_rows(dtype: torch.dtype, *shape: int) -> Buffer:
     """Quantised copy of rows that their kernel did not write in fp8."""
     return Buffer("quantised rows", shape, dtype)

@@ -22,6 +22,7 @@ from vllm.diffusion.memory import StepShape
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.diffusion.adapters.adapted_rows import StepSlots
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.engine.step_guest import BatchItem
@@ -44,6 +45,7 @@ class StepInputs(NamedTuple, Generic[A]):
         num_adapter_rows: number of rows at the end that use the adapter.
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
+        tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
     """
 
     token_ids: A
@@ -52,6 +54,7 @@ class StepInputs(NamedTuple, Generic[A]):
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
     num_adapter_rows: int = 0
     is_block: A | None = None
+    tiles: A | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +139,14 @@ class StepBatch:
         targets: per request, the target of the forward.
         packing: layout of the rows.
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
+        slots: the slots of the requests' LoRA adapters; None without any.
     """
 
     token_ids: Array
     targets: tuple[ForwardTarget, ...]
     packing: Packing
     logit_shift: int
+    slots: StepSlots | None = None
 
     @property
     def items(self) -> tuple[BatchItem, ...]:
@@ -175,6 +180,7 @@ class StepBatch:
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
             fp8_attention=len(self.items) == 1 and self.items[0].window.has_fp8_attention,
+            adapts=self.slots is not None,
         )
 
     @cached_property
