@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm.diffusion.ops import arena as vmm
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
     from vllm.diffusion.adapters.matrices import Matrices, Shard
     from vllm.diffusion.adapters.peft_files import Adapter
+
+_ALIGNMENT = 512  # bytes
 
 
 class Term(NamedTuple):
@@ -77,6 +82,57 @@ class ProductSlots:
         return sum(part.down.nbytes + part.up.nbytes for part in self._parts)
 
 
+class _Room:
+    """Memory of all slots, which sleep cannot release: it only discards the contents."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._tensors: list[Tensor] = []
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of zeros, whose address stays."""
+        tensor = torch.zeros(*shape, dtype=self._dtype, device=self._device)
+        self._tensors.append(tensor)
+        return tensor
+
+    def release(self) -> None:
+        """Lose the contents of all tensors."""
+        for tensor in self._tensors:
+            tensor.fill_(torch.nan)
+
+    def restore(self) -> None:
+        """Make all tensors zeros, at the addresses that they had."""
+        for tensor in self._tensors:
+            tensor.zero_()
+
+
+class _ArenaRoom(_Room):
+    """Memory of all slots in a range of a GPU's addresses, which sleep releases."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        card = torch.cuda.get_device_properties(index).total_memory
+        self._arena = vmm.Arena(card, device=index)
+        self._end = 0
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        start, num_bytes = self._end, math.prod(shape) * self._dtype.itemsize
+        self._arena.grow(start + num_bytes)
+        tensor: Tensor = self._arena.tensor(start, tuple(shape), self._dtype, holds=False)
+        self._tensors.append(tensor.zero_())
+        self._end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return tensor
+
+    def release(self) -> None:
+        self._arena.shrink(0)
+        self._arena.trim()
+
+    def restore(self) -> None:
+        self._arena.grow(self._end)
+        super().restore()
+
+
 class SlotMemory:
     """Room for `num_slots` adapters in the memory of the device.
 
@@ -86,6 +142,7 @@ class SlotMemory:
         max_rank: highest rank of an adapter.
         shard: the part of every matrix on this rank.
         dtype, device: dtype and device of the model.
+        can_release: whether `release` gives the memory back to the device.
 
     Attributes:
         products: the slots of each product, by the path of its module in the model.
@@ -100,8 +157,13 @@ class SlotMemory:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        can_release: bool = False,
     ) -> None:
         self.num_slots = num_slots
+        self._adapters: list[Adapter | None] = [None] * num_slots
+        self._is_released = False
+        make_room = _ArenaRoom if can_release and device.type == "cuda" else _Room
+        self._room = make_room(dtype, device)
         parts, ends = dict[str, list[_Part]](), dict[str, int]()
         for name, matrix in matrices.all.items():
             product, rows, features = matrix.product, shard.rows(matrix), shard.columns(matrix)
@@ -110,7 +172,7 @@ class SlotMemory:
             if name not in matrices.allowed:
                 continue
             down, up = (
-                torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+                self._room.zeros((num_slots, *shape))
                 for shape in (
                     (max_rank, features.stop - features.start),
                     (num_rows, max_rank),
@@ -121,9 +183,23 @@ class SlotMemory:
         self.products = {path: ProductSlots(own, num_slots) for path, own in parts.items()}
 
     def write(self, slot: int, adapter: Adapter | None) -> None:
-        """Copy an adapter into a slot; None empties it."""
-        for product in self.products.values():
-            product.write(slot, adapter)
+        """Copy an adapter into a slot; None empties it. After a release, `restore` copies it."""
+        self._adapters[slot] = adapter
+        if not self._is_released:
+            for product in self.products.values():
+                product.write(slot, adapter)
+
+    def release(self) -> None:
+        """Release the memory of the slots. The adapters stay on the host, each with its slot."""
+        self._is_released = True
+        self._room.release()
+
+    def restore(self) -> None:
+        """Allocate the memory again, at the same addresses, and copy the adapters into it."""
+        self._is_released = False
+        self._room.restore()
+        for slot, adapter in enumerate(self._adapters):
+            self.write(slot, adapter)
 
     @property
     def slot_bytes(self) -> int:

@@ -187,6 +187,7 @@ def load_adapters(
         ),
         dtype=model.dtype,
         device=model.rotary_frequencies.device,
+        can_release=vllm_config.model_config.enable_sleep_mode,
     )
     install_adapters(model, slots)
     logger.info(
