@@ -82,7 +82,7 @@ class ProductSlots:
         return sum(part.down.nbytes + part.up.nbytes for part in self._parts)
 
 
-class _Room:
+class _SlotRoom:
     """Memory of all slots, which sleep cannot release: it only discards the contents."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class _Room:
             tensor.zero_()
 
 
-class _ArenaRoom(_Room):
+class _ArenaSlots(_SlotRoom):
     """Memory of all slots in a range of a GPU's addresses, which sleep releases."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -162,7 +162,7 @@ class SlotMemory:
         self.num_slots = num_slots
         self._adapters: list[Adapter | None] = [None] * num_slots
         self._is_released = False
-        make_room = _ArenaRoom if can_release and device.type == "cuda" else _Room
+        make_room = _ArenaSlots if can_release and device.type == "cuda" else _SlotRoom
         self._room = make_room(dtype, device)
         parts, ends = dict[str, list[_Part]](), dict[str, int]()
         for name, matrix in matrices.all.items():
