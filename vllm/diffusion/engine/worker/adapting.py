@@ -208,6 +208,7 @@ def load_adapters(
         ),
         dtype=model.dtype,
         device=model.rotary_frequencies.device,
+        can_release=vllm_config.model_config.enable_sleep_mode,
     )
     install_adapters(model, slots)
     logger.info(
