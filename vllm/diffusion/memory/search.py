@@ -69,7 +69,9 @@ class PlanCandidate:
         self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
         # The results of attention stay in memory with the logits.
         if step.rows <= WHOLE_STEP_ROWS:
-            beside = step.rows * self._stages.attend.temporaries // self._stages.logits.buffers
+            logits = self._stages.logits
+            of_logits = max(logits.buffers, logits.temporaries)
+            beside = step.rows * self._stages.attend.temporaries // of_logits
             max_logits_rows = max(max_logits_rows - beside, min(max_logits_rows, TILE_ROWS))
         max_logits_rows = min(step.sample_rows, max_logits_rows, longest.logits)
         self._longest, self._attend_chunk = longest._replace(logits=max_logits_rows), attend_chunk

@@ -215,8 +215,9 @@ class SelfConditioning(nn.Module):
         """Return the norm of embeddings x [R, D] plus the MLP of `soft` [R, D]."""
         gate_up, down = (ops.projection_of(p) for p in (self.mlp.gate_up_proj, self.mlp.down_proj))
         width = self.mlp.down_proj.input_size_per_partition
-        signal = gelu_mlp(self.pre_norm(soft), gate_up, down, width, FreshBuffers(x.device))
-        return ops.rms_norm(signal.add_(x), self.unit_gains, self.pre_norm.eps)
+        buffers = FreshBuffers(x.device)
+        total = gelu_mlp(self.pre_norm(soft), gate_up, down, width, x.clone(), buffers)
+        return ops.rms_norm(total, self.unit_gains, self.pre_norm.eps)
 
     def destinations(self, path: str, stored: str) -> dict[str, Destination]:
         """Return the destinations of the modules of a checkpoint below `stored`."""
