@@ -24,12 +24,15 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS, mixed_asks
 from tests.engine.harness import (
     BLOCKS,
+    POOL_BYTES,
     Engine,
     Request,
     Response,
     engine_config,
+    record_plans,
     running,
     sampling_params,
+    shrink,
     speculating,
     step,
     to_answer,
@@ -37,6 +40,7 @@ from tests.engine.harness import (
 )
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN
+from vllm.diffusion.engine.worker import pool_budget
 from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.memory import Admission, Demand
 from vllm.diffusion.memory.plan import Plan
@@ -373,6 +377,35 @@ def test_chunks_and_groups_of_heads_use_the_adapters(
     assert engine.is_idle()
 
 
+def test_measured_peaks_are_the_predicted_ones(
+    parts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured peaks match the plan, from a pool with room for a whole step to a small one."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    folder, (path, *_) = parts
+    one = Request(random_prompt(512), {"gen_length": 512, "block_length": 512, "steps": 2})
+    settings = {"max_model_len": 2048, "max_num_batched_tokens": 4096, "max_lora_rank": 128}
+    seen = set()
+    with running(folder, enable_lora=True, **settings) as engine:
+        largest, wanted = 0, None
+        for share in (1.0, 0.5, 0.25):
+            if largest:
+                shrink(engine.runner, int(share * largest))
+            actual = record_plans(engine, monkeypatch)
+            answers = tokens(ask(engine, [one], lora_request("a", 1, path)))
+            wanted = wanted or answers
+            assert answers == wanted
+            largest = largest or max(usage.peak_bytes for _, usage in actual)
+            for plan, usage in actual:
+                seen.add((plan.is_whole(1024), plan.layout.is_streamed))
+                assert usage.peak_bytes <= engine.runner.pool.budget_bytes
+                assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+        assert (True, False) in seen and (False, True) in seen
+        without = record_plans(engine, monkeypatch)
+        engine.ask(one)
+        assert all(usage.peak_bytes < 0.9 * largest for _, usage in without)
+
+
 def test_slices_of_a_long_step_between_steps_with_other_adapters(
     mixed: tuple[Engine, list[Any]],
 ) -> None:
@@ -447,6 +480,21 @@ def test_fp8_rows_are_refused(checkpoint: Callable[[str], Path]) -> None:
     wrong = pytest.raises(ServerConfigError, match="rows of fp8")
     with wrong, running(checkpoint("mha"), quantization="fp8", enable_lora=True):
         pass
+
+
+def test_slots_without_room_are_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot of rank 512 takes 6.6 MiB here, and the pool keeps what is configured for it."""
+    room = 20 << 20
+    monkeypatch.setattr(pool_budget, "free_bytes_of", lambda *_: POOL_BYTES + room)
+    wanted = "max_loras: given 4 of rank 512, [0-9.]+ MiB; wanted at most 3"
+    wrong = pytest.raises(ServerConfigError, match=wanted)
+    options = {"enable_lora": True, "max_lora_rank": 512}
+    with wrong, running(checkpoint("gqa"), max_loras=4, **options):
+        pass
+    with running(checkpoint("gqa"), max_loras=3, **options) as engine:
+        assert engine.runner.adapters.take_report().slot_bytes < room // 3
 
 
 FLAGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core import stages
@@ -94,6 +94,7 @@ class ModelShape:
         head: buffers of the output head, without the logits.
         split_bytes: additional bytes of attention with split keys, independent of the number of
             rows.
+        adapted: the sizes of steps in which some rows have a LoRA adapter; None if none can.
     """
 
     num_layers: int
@@ -115,6 +116,16 @@ class ModelShape:
     scales_queries: bool = False
     head: Listed = ()
     split_bytes: int = 0
+    adapted: ModelShape | None = None
+
+    def with_split_bytes(self, num_bytes: int) -> ModelShape:
+        """Return these sizes with additional bytes of attention with split keys."""
+        adapted = self.adapted and self.adapted.with_split_bytes(num_bytes)
+        return replace(self, split_bytes=self.split_bytes + num_bytes, adapted=adapted)
+
+    def for_step(self, *, adapts: bool) -> ModelShape:
+        """Return the sizes of a step whose rows have LoRA adapters, or have none."""
+        return self.adapted if adapts and self.adapted is not None else self
 
     @property
     def element_bytes(self) -> int:
@@ -232,6 +243,7 @@ class Demand:
             cut. With a unit, pages are not counted here.
         once: whether it has only one forward.
         fp8_attention: whether attention is fp8 in forwards of all positions.
+        adapts: whether its rows have a LoRA adapter.
     """
 
     length: int
@@ -246,6 +258,7 @@ class Demand:
     reads_prompt: bool = False
     once: bool = False
     fp8_attention: bool = False
+    adapts: bool = False
 
     @property
     def first_rows(self) -> int:

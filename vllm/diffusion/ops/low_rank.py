@@ -45,6 +45,7 @@ def take_low(matrices: LowRank, num_rows: int, scratch: Buffers) -> Tensor:
     return low.view(num_splits, num_rows, matrices.num_ranks)
 
 
-def split_bytes(num_ranks: int) -> int:
-    """Return a bound of the bytes that few rows take in several parts of a sum."""
-    return MAX_SPLIT_ROWS * stages.low_rank(num_ranks).row_bytes
+def split_bytes(num_ranks: int, depth: int) -> int:
+    """Return a bound of the bytes that few rows take in several parts of a sum over `depth`."""
+    is_split = low_rank_splits(1, depth) > 1
+    return MAX_SPLIT_ROWS * stages.low_rank(num_ranks).row_bytes if is_split else 0
