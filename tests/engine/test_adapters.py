@@ -457,7 +457,7 @@ def test_requests_arrive_and_leave_at_random(seed: int, mixed: tuple[Engine, lis
     assert engine.is_idle()
 
 
-@pytest.mark.parametrize("quantization", ["int4", "nf4"])
+@pytest.mark.parametrize("quantization", ["int4", "nf4", "fp8"])
 def test_quantised_bases_take_adapters(
     quantization: str, checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
 ) -> None:
@@ -476,10 +476,43 @@ def test_quantised_bases_take_adapters(
         assert tokens(ask(engine, asks, lora_request("a", 2, path))) != plain
 
 
-def test_fp8_rows_are_refused(checkpoint: Callable[[str], Path]) -> None:
-    wrong = pytest.raises(ServerConfigError, match="rows of fp8")
-    with wrong, running(checkpoint("mha"), quantization="fp8", enable_lora=True):
-        pass
+FP8_CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "all": ("mha", lambda _: True, {}),
+    "gate and up": ("mha", named("ff_proj", "up_proj"), {}),
+    "down": ("mha", named("ff_out"), {}),
+    "experts": ("llada2", lambda _: True, {}),
+    "attention in fp8": (
+        "mha",
+        named("attn_out"),
+        {"additional_config": {"dllm": {"attention_dtype": "fp8", "fp8_attention_min_tokens": 1}}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "modules", "options"), FP8_CASES.values(), ids=FP8_CASES)
+def test_fp8_weights(
+    family: str,
+    modules: Any,
+    options: dict[str, Any],
+    checkpoint: Callable[[str], Path],
+    adapter_of: Any,
+    tmp_path: Path,
+) -> None:
+    """Adapters multiply rows that are not quantised, so errors are those of the other products."""
+    folder, prompt = checkpoint(family), random_prompt(20, seed=2)
+    path = adapter_of(folder, modules=modules, gain=1.0)
+    merged = merge(folder, path, tmp_path / "merged")
+    with running(merged) as engine:
+        exact = scores_of(engine, prompt, None)
+    with running(merged, quantization="fp8", **options) as engine:
+        rounded = scores_of(engine, prompt, None)
+    with running(folder, quantization="fp8", **options) as engine:
+        plain = scores_of(engine, prompt, None)
+    with running(folder, quantization="fp8", enable_lora=True, **options) as engine:
+        assert torch.equal(scores_of(engine, prompt, None), plain)
+        scores = scores_of(engine, prompt, lora_request("a", 1, path))
+    assert (scores - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean()
+    assert (plain - exact).abs().mean() > 2 * (scores - exact).abs().mean()
 
 
 def test_slots_without_room_are_refused(

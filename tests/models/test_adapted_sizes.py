@@ -36,11 +36,16 @@ class Largest(Recorder):
         return out
 
 
-@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("targets", "quantization"),
+    [(None, None), (["q_proj", "v_proj"], None), (None, "fp8"), (None, "int4")],
+    ids=["all", "some", "fp8", "int4"],
+)
 @pytest.mark.parametrize("case", ["gqa", "bias", "dream", "moe_dense_mix", "llada2_dense_first"])
 def test_stages_take_what_is_planned(
     case: str,
     targets: list[str] | None,
+    quantization: str | None,
     load_model: Callable[..., DiffusionModel],
     case_path: Callable[[str], Path],
     tmp_path: Path,
@@ -49,6 +54,7 @@ def test_stages_take_what_is_planned(
     if targets and case == "llada2_dense_first":
         targets = ["query_key_value"]
     options = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
+    options["quantization"] = quantization
     config = engine_config(path, **options)
     model, lora = load_model(path, **options), config.lora_config
     assert lora is not None

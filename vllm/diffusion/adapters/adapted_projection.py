@@ -53,14 +53,24 @@ class AdaptedProjection(ops.Projection):
         """Refuse the call: plans ask the class of the checkpoint's projection instead."""
         raise NotImplementedError("wanted the workspace of the checkpoint's projection")
 
+    @property
+    def quantises(self) -> bool:  # type: ignore[override]
+        return self._base.quantises
+
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Any:
+        """Take memory for rows; adapters multiply rows of the model dtype.
+
+        A projection that multiplies rows of fp8 then quantises them itself, to the same numbers.
+        """
+        if self._is_used:
+            return buffer.take(scratch, num_rows)
         return self._base.rows(buffer, num_rows, scratch)
 
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+    def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         self._base.project(x, out, scratch, columns)
         self._add(x, out, scratch, columns=columns)
 
-    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
+    def gated(self, x: Any, out: Any, scratch: Buffers) -> None:
         if not self._is_used:
             self._base.gated(x, out, scratch)
             return
@@ -69,13 +79,18 @@ class AdaptedProjection(ops.Projection):
         self._base.project(x, gate_up, scratch)
         low, matrices, tiles = self._shrunk(x, scratch)
         has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
-        ops.gated_expand(low, matrices, tiles, gate_up, out, has_gate=has_gate, has_up=has_up)
+        plain = out
+        if isinstance(out, ops.QuantisedRows):
+            plain = stages.plain_rows(x.dtype, self._columns // 2).take(scratch, len(x))
+        ops.gated_expand(low, matrices, tiles, gate_up, plain, has_gate=has_gate, has_up=has_up)
+        if isinstance(out, ops.QuantisedRows):
+            ops.quantise_rows(plain, out)
 
-    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+    def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         self._base.multiply(h, out, scratch, features)
         self._add(h, out, scratch, features=features)
 
-    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+    def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self._is_used):
             self._base.add_to(x, h, scratch, features)
             self._add(h, x, scratch, features=features)
@@ -83,9 +98,10 @@ class AdaptedProjection(ops.Projection):
 
         def write(rows: slice, out: Tensor) -> None:
             """Write this rank's part of the sum, with its part of the adapters."""
-            self._base.multiply(h[rows], out, scratch, features)
+            own = ops.rows_of(h, rows)
+            self._base.multiply(own, out, scratch, features)
             with self._adapted.within(rows):
-                self._add(h[rows], out, scratch, features=features)
+                self._add(own, out, scratch, features=features)
 
         ops.tensor_parallel().add_sum(x, write, scratch)
 
@@ -95,12 +111,7 @@ class AdaptedProjection(ops.Projection):
         return self._adapted.use(self._slots)
 
     def _add(
-        self,
-        x: Tensor,
-        out: Tensor,
-        scratch: Buffers,
-        columns: slice = ALL,
-        features: slice = ALL,
+        self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL, features: slice = ALL
     ) -> None:
         """Add the products of the adapters to `out`.
 
@@ -111,10 +122,14 @@ class AdaptedProjection(ops.Projection):
             columns: columns of the product that `out` has.
             features: features that x has.
         """
-        if len(x) and self._is_used:
-            pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
-            low, matrices, tiles = self._shrunk(x, scratch, features)
-            ops.expand(low, matrices, tiles, out, pieces)
+        if not (len(out) and self._is_used):
+            return
+        if isinstance(x, ops.QuantisedRows):  # as attention in fp8 writes them
+            plain = stages.plain_rows(out.dtype, x.values.shape[1]).take(scratch, len(out))
+            x = plain.copy_(x.values).mul_(x.scales[:, None])
+        pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
+        low, matrices, tiles = self._shrunk(x, scratch, features)
+        ops.expand(low, matrices, tiles, out, pieces)
 
     def _shrunk(
         self, x: Tensor, scratch: Buffers, features: slice = ALL

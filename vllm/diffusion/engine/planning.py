@@ -225,9 +225,15 @@ def _adapted(
                 most_gated_rows=None,
                 gated_limit=(),
             )
-        project = *plain.project, *low("qkv_proj")
-        add_to = *plain.add_to, *low("o_proj", "down_proj")
-        products.append(gated._replace(project=project, add_to=add_to))
+        copy, wide = _copies(shape, gate_up, quantises=kind.quantises)
+        products.append(
+            gated._replace(
+                project=(*plain.project, *copy, *low("qkv_proj")),
+                gated=(*gated.gated, *copy, *wide),
+                add_to=(*plain.add_to, *wide, *low("o_proj", "down_proj")),
+                keeps_plain=kind.quantises,
+            )
+        )
     num_ranks = max(num_parts.values(), default=0) * lora.max_lora_rank
     depth = max((matrix.num_columns for matrix in matrices), default=0)
     return replace(
@@ -236,6 +242,22 @@ def _adapted(
         head=(*shape.head, *low(HEAD)),
         split_bytes=shape.split_bytes + ops.split_bytes(num_ranks, depth),
     )
+
+
+def _copies(
+    shape: ModelShape, gate_up: ops.WeightSpec, *, quantises: bool
+) -> tuple[Listed, Listed]:
+    """Return buffers that steps with adapters take for both forms of rows [D], and of wider rows.
+
+    Adapters multiply rows in the model dtype, which are quantised for the other products.
+    """
+    if not quantises:
+        return (), ()
+    widest = max(gate_up.columns // 2, shape.num_heads * shape.head_dim)
+    normed, wide = (
+        stages.quantised_rows(shape.dtype, width).quantised for width in (shape.hidden_size, widest)
+    )
+    return normed, (*wide, stages.plain_rows(shape.dtype, widest))
 
 
 def _head_buffers(vllm_config: VllmConfig, head: LinearBuffers) -> Listed:

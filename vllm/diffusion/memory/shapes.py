@@ -51,6 +51,8 @@ class LinearBuffers(NamedTuple):
         quantises: whether the products accept rows that are already quantised.
         weight_bytes: bytes of a stored weight; None for e, the bytes of an activation.
         speed: rate of large products relative to products of 16-bit weights.
+        keeps_plain: whether rows are stored in the model dtype, and quantised in `project`, `gated`
+            and `add_to`.
     """
 
     project: Listed
@@ -61,10 +63,11 @@ class LinearBuffers(NamedTuple):
     quantises: bool = False
     weight_bytes: float | None = None
     speed: float = 1.0
+    keeps_plain: bool = False
 
     def rows(self, buffer: Buffer) -> Listed:
         """Return buffers for rows in the products' dtype: fp8 with scales if they quantise."""
-        return buffer.quantised if self.quantises else (buffer,)
+        return buffer.quantised if self.quantises and not self.keeps_plain else (buffer,)
 
     def quant_buffers(self, buffer: Buffer) -> Listed:
         """Return buffers for quantising rows in the model dtype; none for plain weights."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.adapters.adapted_projection import AdaptedProjection
 from vllm.diffusion.adapters.adapted_rows import AdaptedRows
-from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
@@ -21,9 +20,6 @@ def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
     """Make a model's products include the adapters in `slots`; before the first step.
 
     Products that no adapter may change stay as they are.
-
-    Raises:
-        ServerConfigError: the model multiplies quantised rows.
     """
     device = model.rotary_frequencies.device
     adapted = model.adapting = AdaptedRows(slots.num_slots, device)
@@ -32,11 +28,6 @@ def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
         product = slots.products.get(path)
         if product is None:
             return base
-        if base.quantises:
-            raise ServerConfigError(
-                "quantization: given one that multiplies rows of fp8; wanted another one with "
-                "enable_lora: adapters multiply rows of the model dtype"
-            )
         return AdaptedProjection(base, product, adapted, columns)
 
     def wrapped_mlp(mlp: GatedMLP, path: str) -> GatedMLP:
