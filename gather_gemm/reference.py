@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from .scoring import SOFTMAX, Scoring
 
@@ -58,9 +58,10 @@ def route(
     scoring: Scoring = SOFTMAX,
     *,
     has_shared: bool = False,
+    expert_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute weights, slots and ends; see `gather_gemm.route`."""
-    wide = logits.to(torch.float32)
+    wide = logits.to(torch.float32) * scoring.logit_scale
     scores = wide.sigmoid() if scoring.is_sigmoid else wide.softmax(dim=-1)
     ranks = scores if bias is None else scores + bias
     ranks = torch.where(ranks > _LEAST, ranks, _LEAST)
@@ -72,7 +73,10 @@ def route(
     weights = scores.gather(-1, chosen)
     if scoring.is_normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    weights = (weights * scoring.scale).to(logits.dtype)
+    weights = weights * scoring.scale
+    if expert_scales is not None:
+        weights = weights * expert_scales[chosen]
+    weights = weights.to(logits.dtype)
     slots = chosen.flatten().argsort(stable=True).to(torch.int32)
     ends = _group_ends(chosen, logits.shape[1])
     return _with_shared(weights, slots, ends) if has_shared else (weights, slots, ends)
@@ -145,10 +149,10 @@ def grouped_gemm(
     return out
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of [S, 2I], the gate's columns first, in the model dtype."""
+def gated(gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
+    """Compute silu(gate) * up of [S, 2I], or gelu, the gate's columns first, in the model dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+    return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * up
 
 
 def weighted_terms(

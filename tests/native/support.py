@@ -39,6 +39,7 @@ SIZES = [
 SCORINGS = [
     (256, 8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
     (128, 8, Scoring(is_normalised=True)),
+    (128, 8, Scoring(is_normalised=True, in_fp32=True, logit_scale=0.25)),
     (64, 8, SOFTMAX),
     (12, 3, Scoring(num_groups=3, num_kept_groups=3)),
     (40, 6, Scoring(num_groups=8, num_kept_groups=2, in_fp32=True)),
@@ -86,9 +87,9 @@ def grouped_wanted(x, weight, sizes):
     return torch.cat([part @ matrix.t() for part, matrix in parts])
 
 
-def gated_wanted(x, slots, num_chosen, weight, sizes):
+def gated_wanted(x, slots, num_chosen, weight, sizes, *, is_gelu=False):
     gate, up = grouped_wanted(x[slots.long() // num_chosen], weight, sizes).chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
 
 
 def weighted_wanted(x, weight, sizes, slots, weights):
@@ -240,9 +241,10 @@ def check_experts(generator, sizes, num_chosen, width, depth, dtype, device, ear
     weights = torch.rand(shape, generator=generator).to(dtype).to(device)
     kinds = [((w1, None, w1), (w2, None, w2))] + [(as_fp8(w1), as_fp8(w2))] * quantises
     for (v1, s1, m1), (v2, s2, m2) in kinds:
-        inner = gated_gemm(x, slots, num_chosen, v1, ends, s1)
-        wanted = gated_wanted(x, slots, num_chosen, m1, sizes)
-        assert relative_error(inner, wanted) <= ERROR[dtype], (dtype, sizes, width, depth)
+        for is_gelu in (True, False):
+            inner = gated_gemm(x, slots, num_chosen, v1, ends, s1, is_gelu=is_gelu)
+            wanted = gated_wanted(x, slots, num_chosen, m1, sizes, is_gelu=is_gelu)
+            assert relative_error(inner, wanted) <= ERROR[dtype], (dtype, sizes, width, depth)
         terms = weighted_gemm(inner, v2, ends, slots, weights, early=early, weight_scales=s2)
         assert terms.shape == (*shape, depth)
         wanted = weighted_wanted(inner, m2, sizes, slots, weights)
@@ -285,9 +287,11 @@ def check_sums(generator, shape, dtype, device):
 
 
 def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
-    for has_shared in (False, True):
-        given = route(logits, num_chosen, bias, scoring, has_shared=has_shared)
-        wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+    factors = torch.linspace(0.5, 2.0, logits.shape[1], device=logits.device)
+    for has_shared, expert_scales in ((False, None), (True, factors)):
+        options = {"has_shared": has_shared, "expert_scales": expert_scales}
+        given = route(logits, num_chosen, bias, scoring, **options)
+        wanted = reference.route(logits, num_chosen, bias, scoring, **options)
         assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
         torch.testing.assert_close(given.weights, wanted[0], equal_nan=True)
 

@@ -166,9 +166,12 @@ def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
     return normed(dtype, hidden_size), Buffer("logits", (num_columns,), dtype)
 
 
-def capped(num_columns: int) -> Listed:
-    """Logits with a soft cap, in fp32."""
-    return (Buffer("capped logits", (num_columns,), torch.float32, is_temporary=True),)
+def capped(dtype: torch.dtype, num_columns: int) -> Listed:
+    """Logits with a soft cap in fp32, and rounded with their softmax."""
+    return (
+        Buffer("capped logits", (num_columns,), torch.float32, is_temporary=True),
+        Buffer("rounded logits", (2, num_columns), dtype, is_temporary=True),
+    )
 
 
 def of_experts(

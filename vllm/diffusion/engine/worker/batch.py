@@ -43,6 +43,8 @@ class StepInputs(NamedTuple, Generic[A]):
         layouts: the keys that the rows of every attend chunk read, of this step and from the store;
             then the same for the chunks of the last layer if they differ.
         num_adapter_rows: number of rows at the end that use the adapter.
+        is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
+            treat all rows alike.
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
     """
 
@@ -51,6 +53,7 @@ class StepInputs(NamedTuple, Generic[A]):
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
     num_adapter_rows: int = 0
+    is_block: A | None = None
     tiles: A | None = None
 
 
@@ -79,6 +82,7 @@ class Packing:
         num_own: number of sequences that read keys of this step; the later sequences read cached
             keys.
         block_starts: column, as in `Span`.
+        is_block: [T] bool, as in `StepInputs`.
     """
 
     items: tuple[BatchItem, ...]
@@ -94,6 +98,7 @@ class Packing:
     first_kept: Array
     num_own: int
     block_starts: Array
+    is_block: Array | None
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -207,8 +212,15 @@ class StepBatch:
         A chunk consists of ranges of rows of the batch, in ascending order.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
-        tokens_and_positions = self.token_ids[rows], self.positions[rows]
-        return StepInputs(*tokens_and_positions, self.slot_mapping, layouts, self.num_adapter_rows)
+        is_block = self.packing.is_block
+        return StepInputs(
+            self.token_ids[rows],
+            self.positions[rows],
+            self.slot_mapping,
+            layouts,
+            self.num_adapter_rows,
+            None if is_block is None else is_block[rows],
+        )
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return the keys that a chunk of rows reads; a chunk is as in `inputs`."""
@@ -221,7 +233,9 @@ class StepBatch:
             if last is sequence and last.block_length == 0:  # all its rows read the same keys
                 runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
-            last, first = sequence, sequence.first + start - sequence.q_start
+            last, first = sequence, sequence.first
+            if sequence.block_length:
+                first += start - sequence.q_start
             runs.append(sequence._replace(q_start=start, q_end=end, first=first))
         return lay_out(runs, self.packing.pages)
 
@@ -293,6 +307,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         first_kept=first_kept,
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
         block_starts=block_starts,
+        is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
     )
 
 

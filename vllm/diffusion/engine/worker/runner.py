@@ -195,6 +195,8 @@ class DiffusionModelRunner:
         # Planning moved cached keys, so the page table in the batch is stale.
         if self.caches.layout_version != version:
             batch = self.batch_of(items)
+        for guest in self.guests:
+            guest.launching(batch)
         return batch, plan, planner_us
 
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:

@@ -47,6 +47,8 @@ MAX_WINDOW_ROWS = 1024
 ENDED_ROWS = 128  # maximum rows of buckets in which all rows go through the last layer
 # Maximum rows of timed steps. More rows take longer on any card, so drafts save nothing.
 MAX_TIMED_ROWS = 512
+# Numbers of blocks of the buckets in families whose blocks stay open as a whole.
+_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Maximum sequences of a bucket; every program of attention counts them.
 MAX_SEQUENCES = 256
 _ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
@@ -73,7 +75,7 @@ class Bucket(NamedTuple):
         return self.rows <= ENDED_ROWS
 
     def inputs(
-        self, pages: PageTable | None, max_keys: int, *, has_blocks: bool
+        self, pages: PageTable | None, max_keys: int, *, has_blocks: bool, marks_blocks: bool
     ) -> StepInputs[Array]:
         """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
 
@@ -81,6 +83,7 @@ class Bucket(NamedTuple):
             pages: page table of the cached keys that the rows read; None if they read none.
             max_keys: maximum number of keys of a sequence.
             has_blocks: whether sequences may be on grids of blocks.
+            marks_blocks: whether the layers must know which rows belong to blocks.
         """
 
         def numbers(size: int, dtype: type = np.int32) -> Array:
@@ -100,8 +103,11 @@ class Bucket(NamedTuple):
         )
         slot_mapping = numbers(self.rows if self.is_cached else 0, np.int64)
         ids, positions = numbers(self.rows, np.int64), numbers(self.rows, np.int64)
+        is_block = numbers(self.rows, np.bool_) if marks_blocks else None
         tiles = np.zeros((self.tiles, 3), np.int32) if self.tiles else None
-        return StepInputs(ids, positions, slot_mapping, ((layout,),), tiles=tiles)
+        return StepInputs(
+            ids, positions, slot_mapping, ((layout,),), is_block=is_block, tiles=tiles
+        )
 
 
 def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = None) -> None:
@@ -124,6 +130,8 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
     _fill(inputs.token_ids, batch.token_ids, 0)
     _fill(inputs.positions, batch.positions, 0)
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
+    if inputs.is_block is not None and packing.is_block is not None:
+        _fill(inputs.is_block, packing.is_block, 0)
     ((layout,),) = inputs.layouts
     num_sequences = packing.ends.size
     layout.query_ends[0] = 0
@@ -281,7 +289,10 @@ class GraphRunner:
         if stale is not None:
             stale.inputs.wait()  # before their memory is reused
         pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
-        inputs = bucket.inputs(pages, max_keys, has_blocks=self._has_blocks)
+        marks_blocks = batch.packing.is_block is not None
+        inputs = bucket.inputs(
+            pages, max_keys, has_blocks=self._has_blocks, marks_blocks=marks_blocks
+        )
         graph_inputs = ops.GraphInputs(inputs, self._caches.device)
         fill(graph_inputs.to_write(), batch)
         plan = plan.resized(bucket.rows)
@@ -290,7 +301,8 @@ class GraphRunner:
         def run() -> BodyOutputs:
             graph_inputs.upload()
             inputs: StepInputs[torch.Tensor] = graph_inputs.tensors
-            runs_all_rows = bucket.is_ended or self._model.routes_windows
+            # Rows of marked blocks are all sample rows.
+            runs_all_rows = bucket.is_ended or marks_blocks or self._model.routes_windows
             with self._adapting(inputs):
                 return run_to_end(
                     run_body(self._model, inputs, plan, *memory, to_the_end=runs_all_rows)
@@ -372,6 +384,9 @@ class Buckets:
 
 def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int = 0) -> Buckets:
     """Return the buckets that serve a model; blocks of block-causal families may be short."""
+    if config.family.is_open:  # nearly all steps consist of whole blocks
+        rows = tuple(config.block_length * count for count in _BLOCKS)
+        return Buckets(rows, rows, config.block_length // 2)
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.architecture.expert_layers:
         return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence, num_slots)
