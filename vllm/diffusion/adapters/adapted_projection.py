@@ -124,7 +124,8 @@ class AdaptedProjection(ops.Projection):
         """
         if not (len(out) and self._is_used):
             return
-        if isinstance(x, ops.QuantisedRows):  # as attention in fp8 writes them
+        # Attention in fp8 writes quantised rows.
+        if isinstance(x, ops.QuantisedRows):
             plain = stages.plain_rows(out.dtype, x.values.shape[1]).take(scratch, len(out))
             x = plain.copy_(x.values).mul_(x.scales[:, None])
         pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))

@@ -3,8 +3,8 @@
 
 A step's rows are known once it is packed. Its layers then compute one chunk of rows after the
 other, and a product does not know which rows it multiplies. `AdaptedRows` does: whoever takes the
-rows of a chunk announces them there, and the products of the chunk read them. In a CUDA graph, the
-rows are those of a table that each replay reads.
+rows of a chunk announces them there, and the products of the chunk read them. A CUDA graph reads
+the slots of its rows from a table, which is written before each replay.
 """
 
 from __future__ import annotations

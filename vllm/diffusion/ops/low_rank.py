@@ -27,7 +27,7 @@ def tile_table(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -
 
     Args:
         runs: slot, first row and end of consecutive rows with a slot, in ascending order.
-        num_rows: number of rows; those outside of all runs get tiles without a slot.
+        num_rows: number of rows; rows outside of all runs get tiles without a slot.
         size: maximum number of rows of a tile.
     """
     tiles, end = list[tuple[int, int, int]](), 0

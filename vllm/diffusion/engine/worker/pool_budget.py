@@ -70,7 +70,7 @@ def planning_budget(pool_bytes: int) -> int:
 
 
 def free_bytes_of(device: torch.device, utilization: float) -> int:
-    """Return the bytes that are free beside the weights, less a margin."""
+    """Return the free bytes of a device that holds the weights, less a margin."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available * utilization)
     # cuBLAS allocates its workspace with its first product, and keeps it.
