@@ -163,6 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", metavar="URL", help="of a running server")
     where.add_argument("--model", metavar="FOLDER", help="a checkpoint to load into this process")
+    parser.add_argument("--adapter", metavar="NAME", help="a LoRA adapter of the server")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="of the server")
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length (default: 32)")
     parser.add_argument("--steps", type=int, help="denoise steps (default: one per token)")
@@ -171,7 +172,10 @@ def parse_arguments() -> argparse.Namespace:
         "--local-leap", action="store_true", help="commit more around tokens that are certain"
     )
     parser.add_argument("--plain", action="store_true", help="show the final text only")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.adapter and not args.server:
+        parser.error("--adapter: wanted --server beside it")
+    return args
 
 
 def diffusion_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -183,6 +187,8 @@ def diffusion_fields(args: argparse.Namespace) -> dict[str, Any]:
         fields["algorithm"] = "local_leap"
     if not args.plain:
         fields["stream_canvas"] = True
+    if args.adapter:
+        fields["model"] = args.adapter
     return fields
 
 

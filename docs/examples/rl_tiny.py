@@ -8,6 +8,12 @@
         --additional-config '{"dllm": {"weight_update_root": "/tmp/updates"}}'
     python docs/examples/rl_tiny.py --updates /tmp/updates
 
+With `--lora 8` only an adapter is trained, and each iteration loads it under a new name. The server
+then needs other flags:
+
+    MODEL_DIR=models/llada-tiny VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \
+        scripts/run_llada_server.sh --dtype float32 --enable-lora --max-loras 2
+
 The task: questions in wordings that the model was never taught, as "the sky is of what colour?".
 An answer is worth 1 if it is the right one, else 0. Every iteration asks some questions several
 times at temperature 1 and takes one step of AdamW on what came back: per commit, the log
@@ -21,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import sys
@@ -39,6 +46,8 @@ from tiny_model.checkpoint import load_weights, read_config  # noqa: E402
 from tiny_model.facts import KINDS, all_facts  # noqa: E402
 from tiny_model.llada import LLaDANetwork  # noqa: E402
 from tiny_model.tokenizer import load_tokenizer  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.utils.parametrize import register_parametrization  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,6 +64,8 @@ WORDINGS = {
     "sum": ("Sum {a} and {b}.", "Add {a} to {b}."),
 }
 LEARNING_RATE = 6e-5
+ADAPTER_LEARNING_RATE = 1e-3
+ADAPTER_SCALE = 2.0  # lora_alpha / r
 CLIP = 0.2  # of the ratio of probabilities
 MAX_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trainer
 
@@ -89,35 +100,76 @@ class Server:
         self._http = httpx.Client(base_url=url, timeout=600, trust_env=False)
         self._updates = updates
         self._newest: Path | None = None
+        self._adapter: str | None = None
 
     def post(self, route: str, body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
         """Send a body, and return the answer."""
+        answer: dict[str, Any] = json.loads(self._post_text(route, body, **query))
+        return answer
+
+    def _post_text(self, route: str, body: dict[str, Any] | None = None, **query: str) -> str:
         response = self._http.post(route, json=body, params=query)
         if response.status_code != 200:
             raise SystemExit(f"error: {route}: {response.status_code} {response.text}")
-        answer: dict[str, Any] = response.json()
-        return answer
+        return response.text
 
     def answers(self, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
-        """Ask all questions at once."""
-        return self.post("/generate", {"prompt": [q.prompt for q in questions], **fields})
+        """Ask all questions at once, with the newest adapter if there is one."""
+        body = {"prompt": [q.prompt for q in questions], "model": self._adapter, **fields}
+        return self.post("/generate", body)
 
-    def update(self, weights: dict[str, Tensor], version: str) -> None:
-        """Give it new weights; requests that it has would wait and go on."""
+    def publish(self, trainer: Trainer, version: str) -> None:
+        """Send the weights, or the adapter, of a trainer; running requests would wait and go on."""
         folder = self._updates / version
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
         folder.mkdir()
-        save_file(weights, folder / "model.safetensors")
         self.post("/pause", mode="keep")
         try:
-            self.post("/start_weight_update")
-            self.post("/update_weights", {"update_info": {"path": version}})
-            self.post("/finish_weight_update", {"weight_version": version})
+            if trainer.rank:
+                self._load(trainer, version, folder)
+            else:
+                self._update(trainer, version, folder)
         finally:
             self.post("/resume")
         if self._newest is not None:
             shutil.rmtree(self._newest)
         self._newest = folder
+
+    def _update(self, trainer: Trainer, version: str, folder: Path) -> None:
+        save_file(trainer.network.state_dict(), folder / "model.safetensors")
+        self.post("/start_weight_update")
+        self.post("/update_weights", {"update_info": {"path": version}})
+        self.post("/finish_weight_update", {"weight_version": version})
+
+    def _load(self, trainer: Trainer, version: str, folder: Path) -> None:
+        """Load the adapter under a new name, and unload the previous one."""
+        save_file(trainer.adapter(), folder / "adapter_model.safetensors")
+        rank, alpha = trainer.rank, trainer.rank * ADAPTER_SCALE
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        path = str(folder.resolve())
+        self._post_text("/v1/load_lora_adapter", {"lora_name": version, "lora_path": path})
+        if self._adapter is not None:
+            self._post_text("/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        self._adapter = version
+
+
+class LowRank(nn.Module):
+    """A weight plus the product of two small matrices, which begins at zero.
+
+    Args:
+        weight: [out, in].
+        rank: rows of the first matrix.
+    """
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.empty(rank, weight.shape[1]))
+        self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + ADAPTER_SCALE * self.lora_B @ self.lora_A
 
 
 class Trainer:
@@ -126,15 +178,41 @@ class Trainer:
     Args:
         model: folder of the checkpoint that the server began with.
         learning_rate: of AdamW.
+        rank: rank of the adapter that learns; 0 to train all weights.
     """
 
-    def __init__(self, model: Path, learning_rate: float) -> None:
+    def __init__(self, model: Path, learning_rate: float, rank: int = 0) -> None:
         self.network = LLaDANetwork(read_config(model))
         load_weights(model, self.network)
+        self.rank = rank
         self._mask_id = read_config(model)["mask_token_id"]
+        self._low_ranks = self._add_adapter() if rank else {}
+        learning = [p for p in self.network.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+            learning, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0
         )
+
+    def _add_adapter(self) -> dict[str, LowRank]:
+        """Freeze the network, and adapt the matrices of its layers; return these by their names."""
+        self.network.requires_grad_(requires_grad=False)
+        tensors = self.network.state_dict(keep_vars=True).items()
+        names = {id(tensor): name.removesuffix(".weight") for name, tensor in tensors}
+        low_ranks = {}
+        for layer in self.network.model.layers:
+            for module in list(layer.modules()):
+                if isinstance(module, nn.Linear):
+                    low_rank = LowRank(module.weight, self.rank)
+                    low_ranks[names[id(module.weight)]] = low_rank
+                    register_parametrization(module, "weight", low_rank)
+        return low_ranks
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return the tensors of the adapter, with PEFT's names."""
+        return {
+            f"base_model.model.{name}.{part}.weight": getattr(low_rank, part).detach()
+            for name, low_rank in self._low_ranks.items()
+            for part in ("lora_A", "lora_B")
+        }
 
     def learn(self, rollouts: Sequence[Rollout]) -> float:
         """Take one step.
@@ -256,7 +334,12 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--questions", type=int, default=16, help="of an iteration")
     parser.add_argument("--answers", type=int, default=8, help="to a question")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter only")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        help=f"{LEARNING_RATE:g}, or with --lora {ADAPTER_LEARNING_RATE:g}",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--curve", type=Path, default=Path("rl_tiny.png"))
     options = parser.parse_args()
@@ -264,10 +347,12 @@ def main() -> int:
         parser.error(f"--updates: given {options.updates}; wanted a folder that is there")
     rng = random.Random(options.seed)
     server = Server(options.server, options.updates)
-    trainer = Trainer(options.model, options.learning_rate)
+    usual_rate = ADAPTER_LEARNING_RATE if options.lora else LEARNING_RATE
+    torch.manual_seed(options.seed)
+    trainer = Trainer(options.model, options.learning_rate or usual_rate, options.lora)
     new, known = questions_of(options.model)
     known = rng.sample(known, 128)
-    server.update(trainer.network.state_dict(), "step-0")
+    server.publish(trainer, "step-0")
     print(f"knows {share_right(server, known):.3f} of what it was taught")
 
     rewards: list[float] = []
@@ -277,13 +362,14 @@ def main() -> int:
         seed = options.seed + 1000 * (iteration + 1)
         answers = server.answers(questions, **SAMPLED, n=options.answers, seed=seed)
         rollouts = judged(questions, answers, options.answers)
-        versions = {rollout.trajectory["weight_version"] for rollout in rollouts}
+        version = "adapter" if options.lora else "weight_version"
+        versions = {rollout.trajectory[version] for rollout in rollouts}
         if versions != {f"step-{iteration}"}:
             raise SystemExit(f"error: answers of {versions}; wanted step-{iteration} alone")
         difference = trainer.learn(rollouts)
         if difference > MAX_DIFFERENCE:
             raise SystemExit(f"error: log probabilities differ by {difference:.1e}")
-        server.update(trainer.network.state_dict(), f"step-{iteration + 1}")
+        server.publish(trainer, f"step-{iteration + 1}")
         rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
         print(
             f"iteration {iteration + 1}: mean reward {rewards[-1]:.3f}, "

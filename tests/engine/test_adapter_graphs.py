@@ -70,7 +70,7 @@ def test_a_bucket_has_tiles_for_every_batch_that_fits() -> None:
         batch = adapted_batch(lengths, slots)
         bucket = buckets.find(batch)
         assert bucket is not None and bucket.tiles > 0
-        inputs = bucket.inputs(None, 1000, has_blocks=False)
+        inputs = bucket.inputs(None, 1000, has_blocks=False, marks_blocks=False)
         fill(inputs, batch)
         of_rows = np.full(bucket.rows, 99)
         for slot, first, count in inputs.tiles.tolist():
@@ -88,7 +88,7 @@ def test_steps_without_adapters_have_graphs_of_their_own() -> None:
     buckets = buckets_of(LLaDAConfig(**llada_config()), num_slots=1)
     plain = build_batch([canvas(40, "a")], 0, NO_PAGES)
     assert buckets.find(plain) == Bucket(48, 1, False)
-    assert Bucket(48, 1, False).inputs(None, 48, has_blocks=False).tiles is None
+    assert Bucket(48, 1, False).inputs(None, 48, has_blocks=False, marks_blocks=False).tiles is None
     adapted = buckets.find(adapted_batch([40], [0]))
     assert adapted is not None and adapted._replace(tiles=0) == Bucket(48, 1, False)
 

@@ -252,6 +252,33 @@ def test_a_replaced_adapter_acts_on_its_requests_alone(
         assert engine.is_idle()
 
 
+def test_a_load_is_undone(engine: Engine, paths: list[Path], tmp_path: Path) -> None:
+    """The calls that follow where another replica refuses an adapter."""
+    one, calls = Request(random_prompt(20), SHORT), engine.llm.llm_engine
+    place = Path(shutil.copytree(paths[0], tmp_path / "a"))
+    a, b = lora_request("a", 1, place), lora_request("b", 2, paths[1])
+    wanted = ask(engine, one, a).token_ids
+    calls.add_lora(b)
+    engine.llm.collective_rpc("undo_load", args=(2,))
+    assert calls.list_loras() == {1}
+    engine.llm.collective_rpc("undo_load", args=(1,))  # another load came after it
+    save_adapter(place, random_adapter(engine_folder(engine), seed=9))
+    begin(engine, "a", one, a)
+    step_until(engine, 3)
+    calls.add_lora(lora_request("a", 1, place, load_inplace=True))
+    engine.llm.collective_rpc("undo_load", args=(1,))
+    finish(engine)
+    assert ask(engine, one, a).token_ids == wanted
+    for number in (3, 4):
+        calls.add_lora(lora_request(f"{number}", number, paths[number - 1]))
+    assert calls.list_loras() == {3, 4}
+    calls.add_lora(lora_request("a", 1, place, load_inplace=True))
+    engine.llm.collective_rpc("undo_load", args=(1,))
+    with running_error(engine, one, a) as error:  # its files are those of the refused load
+        assert "changed since they were loaded" in error
+    assert engine.is_idle()
+
+
 def request_id(engine: Engine, name: str = "a") -> str:
     """Return the engine's id of a request that was queued by this name."""
     return next(iter(engine.llm.llm_engine.output_processor.external_req_ids[name]), "")

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapter_files import lora_request, random_adapter, save_adapter
 from tests.checkpoints import random_prompt
-from tests.engine.harness import BLOCKS, Engine, Request, finish, running, start
+from tests.engine.harness import (
+    BLOCKS,
+    Engine,
+    Request,
+    finish,
+    running,
+    sampling_params,
+    start,
+    to_answer,
+)
 
 GRID = {"gen_length": 24, "block_length": 8}
 
@@ -70,6 +80,38 @@ def test_discarded_weights_want_an_update(checkpoint: Callable[[str], Path]) -> 
         assert finish(engine)["a"].token_ids == wanted.token_ids
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_have_their_slots_again(
+    level: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Slots lose their contents; one adapter is replaced, and one is loaded, during the sleep."""
+    folder, ask = checkpoint("mha"), Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    paths = [save_adapter(tmp_path / str(n), random_adapter(folder, seed=n)) for n in range(4)]
+    settings = {"enable_sleep_mode": True, "enable_lora": True, "max_loras": 2}
+    with running(folder, max_cpu_loras=3, **settings) as engine:
+        calls = engine.llm.llm_engine
+
+        def answer(adapter: Any) -> list[int]:
+            prompt: Any = {"prompt_token_ids": ask.prompt}
+            params = sampling_params(ask)
+            (output,) = engine.llm.generate(prompt, params, lora_request=adapter, use_tqdm=False)
+            return to_answer(output).token_ids
+
+        a, b, c = (lora_request(n, k, paths[k - 1]) for n, k in (("a", 1), ("b", 2), ("c", 3)))
+        wanted = [answer(adapter) for adapter in (a, b, c, None)]
+        replaced = answer(lora_request("d", 4, paths[3]))
+        calls.remove_lora(4)
+        assert [answer(a), answer(b)] == wanted[:2]
+        engine.llm.sleep(level=level)
+        assert calls.add_lora(lora_request("a", 1, paths[3], load_inplace=True))
+        assert calls.add_lora(c)
+        engine.llm.wake_up()
+        if level == 2:
+            engine.llm.collective_rpc("reload_weights")
+        assert [answer(adapter) for adapter in (a, b, c, None)] == [replaced, *wanted[1:]]
+        assert engine.is_idle()
+
+
 def test_memory_of_keys_alone_is_lent(checkpoint: Callable[[str], Path]) -> None:
     ask = Request(random_prompt(70), {**GRID, "ignore_eos": True})
     with running(checkpoint("sdar")) as engine:
@@ -112,3 +154,26 @@ def test_weights_come_back_where_they_were(
             assert [p.data_ptr() for p in model.parameters()] == places
             assert engine.ask(ask)[0].token_ids == wanted.token_ids
         assert len(engine.runner.graphs or ()) == graphs
+
+
+@pytest.mark.gpu
+def test_slots_come_back_where_they_were(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The GPU has the memory of the slots during the sleep."""
+    folder = checkpoint("mha")
+    path = save_adapter(tmp_path / "a", random_adapter(folder))
+    adapter, ask = lora_request("a", 1, path), Request(random_prompt(9), BLOCKS)
+    settings = {"enable_lora": True, "max_loras": 64, "max_lora_rank": 512}
+    with running(folder, dtype="bfloat16", enable_sleep_mode=True, **settings) as engine:
+        prompt: Any = {"prompt_token_ids": ask.prompt}
+        arguments: Any = (prompt, sampling_params(ask))
+        (wanted,) = engine.llm.generate(*arguments, lora_request=adapter, use_tqdm=False)
+        free_bytes = torch.cuda.mem_get_info()[0]
+        slot_bytes = engine.runner.adapters.take_report().slot_bytes
+        for level in (1, 2):
+            engine.llm.sleep(level=level)
+            assert torch.cuda.mem_get_info()[0] >= free_bytes + 64 * slot_bytes
+            engine.llm.wake_up()
+            if level == 2:
+                engine.llm.collective_rpc("reload_weights")
+            (answer,) = engine.llm.generate(*arguments, lora_request=adapter, use_tqdm=False)
+            assert to_answer(answer).token_ids == to_answer(wanted).token_ids

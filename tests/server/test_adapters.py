@@ -16,6 +16,7 @@ from openai import OpenAI
 from tests.adapter_files import merge, random_adapter, save_adapter
 from tests.checkpoints import random_prompt
 from tests.engine.harness import Request, running
+from tests.server.browser import Browser
 from tests.server.client import (
     CHAT,
     COMPLETIONS,
@@ -293,6 +294,45 @@ def test_upstreams_openai_client(process: ServerProcess, adapted: Client) -> Non
         assert answer.model == "a"
 
 
+def test_the_page_offers_adapters(
+    process: ServerProcess, adapted: Client, browser: Browser
+) -> None:
+    """Two models side by side answer one question, and a reload keeps the choice."""
+    assert adapted.http.get("/page/options.json").json()["adapters"] == ["a"]
+    question = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 16}
+    plain, answer = (adapted.generate(model=m, **question)["text"][0] for m in (MODEL_NAME, "a"))
+    assert plain != answer
+    browser.show()
+    browser.errors.clear()
+    browser.open(f"{process.url}/")
+    browser.wait_for("document.body.dataset.state === 'ready'")
+    browser.run("document.getElementById('compare').click()")
+    models = "[...document.querySelectorAll('select[name=model]')]"
+    assert (
+        browser.run(f"{models}.map(m => [...m.options].map(o => o.value))")
+        == [[MODEL_NAME, "a"]] * 2
+    )
+    browser.run(
+        f"{{ const m = {models}[1]; m.value = 'a'; m.dispatchEvent(new Event('change')); }}"
+    )
+    browser.run(
+        "for (const box of document.querySelectorAll('[name=gen_length]')) {"
+        "box.value = 16; box.dispatchEvent(new Event('change')); }"
+    )
+    browser.run("document.getElementById('question').focus()")
+    browser.type("What is 3 plus 4?")
+    browser.key("Enter")
+    browser.wait_for("document.querySelectorAll('.answer .text:not(.open)').length === 2")
+    texts = browser.run("[...document.querySelectorAll('.answer .text')].map(a => a.innerText)")
+    assert texts[0] != texts[1]
+    browser.open(f"{process.url}/")
+    browser.wait_for("document.body.dataset.state === 'ready'")
+    assert browser.run(f"{models}.map(m => m.value)") == [MODEL_NAME, "a"]
+    assert browser.run("document.querySelectorAll('.settings summary')[1].textContent").count("a ·")
+    assert browser.errors == []
+    browser.open("about:blank")
+
+
 def test_every_replica_has_the_adapter(
     model_dir: Path, root: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -321,3 +361,26 @@ def test_every_replica_has_the_adapter(
         assert len(head) == 2 and len(set(head)) == 1
         assert load(client, "b", root / "nowhere").status_code == 404
         assert unload(client, "a").status_code == 200
+
+
+def test_a_replica_that_refuses(model_dir: Path, root: Path, tmp_path: Path) -> None:
+    """A replica whose place on the host is in use refuses; the load is undone on the other."""
+    command = [*SERVER, "--model", str(model_dir), "--served-model-name", MODEL_NAME]
+    command += ["--dtype", "float32", "--data-parallel-size", "2", "--enable-lora"]
+    process = ServerProcess(command, tmp_path / "server.log", **DEVELOPMENT)
+    with healthy(process), process.client() as http:
+        client = Client(http)
+        assert load(client, "a", root / "0").status_code == 200
+        slow = {"prompt": PROMPT, "model": "a", "gen_length": 512, "steps": 512}
+        slow |= {"block_length": 32, "ignore_eos": True}
+        thread = threading.Thread(target=lambda: client.generate(**slow))
+        thread.start()
+        client.wait_for_num_requests(1)
+        response = load(client, "b", root / "1")
+        assert response.status_code == 400, response.text
+        assert "max_cpu_loras: given 1, all in use" in response.text
+        checksums = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+        assert not [name for name in checksums if ":adapter:b:" in name]
+        thread.join()
+        assert load(client, "b", root / "1").status_code == 200
+        assert client.generate(prompt=PROMPT, model="b", **PARAMETERS)["model"] == "b"

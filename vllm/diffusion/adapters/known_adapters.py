@@ -108,6 +108,7 @@ class KnownAdapters:
         slots: memory of the device.
 
     Attributes:
+        evicted: name, and the files that were read, of each adapter that has lost its place.
         running: numbers of the adapters of running requests, one entry for each request.
         awaited: numbers of the adapters of waiting requests.
         generations: how often the tensors of an adapter have been replaced or removed, by its
@@ -121,8 +122,7 @@ class KnownAdapters:
         self._known: dict[int, KnownAdapter] = {}  # least recently used first
         self._placed: list[int | None] = [None] * slots.num_slots  # numbers, by slot
         self._slots_by_use: dict[int, None] = dict.fromkeys(range(slots.num_slots))
-        # Adapters that have lost their place: name, and the files that were read.
-        self._evicted: dict[int, tuple[str, Stamp]] = {}
+        self.evicted: dict[int, tuple[str, Stamp]] = {}
         self.running: dict[str, int] = {}
         self.awaited: Set[int] = frozenset()
         self.generations: dict[int, int] = {}
@@ -138,6 +138,14 @@ class KnownAdapters:
     def all(self) -> list[KnownAdapter]:
         """All adapters on the host, least recently used first."""
         return list(self._known.values())
+
+    def release_slots(self) -> None:
+        """Release the memory of all slots; adapters keep their slots and stay on the host."""
+        self._slots.release()
+
+    def restore_slots(self) -> None:
+        """Allocate the memory of all slots again, with their adapters."""
+        self._slots.restore()
 
     def find(self, number: int) -> KnownAdapter | None:
         """Return an adapter; None if it is not on the host."""
@@ -184,7 +192,7 @@ class KnownAdapters:
         if before is not None:
             known.is_pinned = before.is_pinned and not before.is_removed
         self._known.pop(number, None)
-        self._evicted.pop(number, None)
+        self.evicted.pop(number, None)
         self._known[number] = known
         self.news.loads[kind] = self.news.loads.get(kind, 0) + 1
         slot = self.slot_of(number)
@@ -215,7 +223,7 @@ class KnownAdapters:
             AdapterError: it came as tensors, its files are gone or have changed, or there is no
                 room.
         """
-        name, stamp = self._evicted.get(source.number, (source.name, source.stamp()))
+        name, stamp = self.evicted.get(source.number, (source.name, source.stamp()))
         if name != source.name:
             stamp = source.stamp()
         wanted = "wanted another load of it, with load_inplace"
@@ -239,7 +247,7 @@ class KnownAdapters:
         """Make an adapter unknown to new requests; return whether there was one."""
         known = self._known.get(number)
         if known is None or known.is_removed:
-            return self._evicted.pop(number, None) is not None and known is None
+            return self.evicted.pop(number, None) is not None and known is None
         known.is_removed, known.is_pinned = True, False
         self.forget_removed()
         return True
@@ -298,7 +306,7 @@ class KnownAdapters:
     def _evict(self, number: int) -> None:
         known = self._known[number]
         if not known.is_removed:
-            self._evicted[number] = known.source.name, known.stamp
+            self.evicted[number] = known.source.name, known.stamp
             self.news.num_evictions += 1
             logger.info("adapter %s: evicted from the host", known.source.name)
         self._drop(number)

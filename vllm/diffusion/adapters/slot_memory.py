@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.adapters.slot_room import ArenaSlots, SlotRoom
 
 if TYPE_CHECKING:
     from vllm.diffusion.adapters.matrices import Matrices, Shard
@@ -111,6 +112,7 @@ class SlotMemory:
         max_rank: highest rank of an adapter.
         shard: the part of every matrix on this rank.
         dtype, device: dtype and device of the model.
+        can_release: whether `release` gives the memory back to the device.
 
     Attributes:
         products: the slots of each product, by the path of its module in the model.
@@ -125,8 +127,13 @@ class SlotMemory:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        can_release: bool = False,
     ) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
+        self._adapters: list[Adapter | None] = [None] * num_slots
+        self._is_released = False
+        make_room = ArenaSlots if can_release and device.type == "cuda" else SlotRoom
+        self._room = make_room(dtype, device)
         products = parts_of(matrices, shard)
         self.slot_bytes = slot_bytes(matrices, max_rank, shard, dtype)
         # All ranks and scales are written at once: products, slots, parts.
@@ -135,24 +142,36 @@ class SlotMemory:
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
         self.products = dict[str, ProductSlots]()
         for number, (path, parts) in enumerate(products.items()):
-            down, up = (
-                torch.zeros(num_slots, *own, dtype=dtype, device=device)
-                for own in parts.shapes(max_rank)
-            )
+            down, up = (self._room.zeros((num_slots, *own)) for own in parts.shapes(max_rank))
             described = (table[number, :, : len(parts)] for table in (self._ranks, self._scales))
             self.products[path] = ProductSlots(parts, ops.LowRank(down, up, *described))
 
     def write(self, slot: int, adapter: Adapter | None) -> None:
-        """Copy an adapter into a slot; None empties it.
+        """Copy an adapter into a slot; None empties it. After a release, `restore` copies it.
 
         The copies run on the current stream, behind the steps that read the old contents.
         """
+        self._adapters[slot] = adapter
+        if self._is_released:
+            return
         ranks, scales = torch.zeros(2, len(self._ranks), _PARTS)
         for number, product in enumerate(self.products.values()):
             for part, (rank, scale) in enumerate(product.write(slot, adapter)):
                 ranks[number, part], scales[number, part] = rank, scale
         self._ranks[:, slot] = ranks.to(self._ranks.device, torch.int32)
         self._scales[:, slot] = scales.to(self._scales.device)
+
+    def release(self) -> None:
+        """Release the memory of the slots. The adapters stay on the host, each with its slot."""
+        self._is_released = True
+        self._room.release()
+
+    def restore(self) -> None:
+        """Allocate the memory again, at the same addresses, and copy the adapters into it."""
+        self._is_released = False
+        self._room.restore()
+        for slot, adapter in enumerate(self._adapters):
+            self.write(slot, adapter)
 
 
 def parts_of(matrices: Matrices, shard: Shard) -> dict[str, ProductParts]:

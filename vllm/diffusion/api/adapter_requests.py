@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from copy import copy
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,15 @@ class AdapterRequests:
         named = request.lora_name, request.lora_path
         return request.load_inplace or self._checked.get(request.lora_int_id) != named
 
-    def check(self, request: LoRARequest, known: Collection[int]) -> None:
+    def check(self, request: LoRARequest, known: Collection[int]) -> LoRARequest | None:
         """Check an adapter that is new to this process, without reading its tensors.
 
         Args:
-            request: names the adapter.
+            request: names the adapter; its `load_inplace` acts once.
             known: numbers of the engine's adapters, whose files may be gone.
+
+        Returns:
+            the adapter to load in place first, or None.
 
         Raises:
             AdapterError: another adapter has its number, or it cannot be served.
@@ -62,6 +66,11 @@ class AdapterRequests:
         if has_files and self._reader is not None and not hasattr(request, "lora_tensors"):
             self._reader.check(name, request.lora_path)
         self.note(request)
+        if not request.load_inplace:
+            return None
+        replacement = copy(request)
+        request.load_inplace = False
+        return replacement
 
     def note(self, request: LoRARequest) -> None:
         """Record that an adapter was checked."""

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import metrics
@@ -47,7 +47,15 @@ from vllm.v1.metrics.stats import LoRARequestStates
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Awaitable,
+        Callable,
+        Collection,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Guide, Spec
@@ -326,14 +334,10 @@ async def _add_compiled(
     validator = validator_of(self.input_processor)
     if validator is not None and isinstance(params, SamplingParams) and not is_decided(params):
         await validator.compile_sampling(params)
-    adapter = _adapter_in((prompt, params, *args), options)
-    if validator is not None and adapter is not None:
-        with _refusing_adapters():
-            if validator.adapters.needs_check(adapter):
-                validator.adapters.check(adapter, await self.list_loras())
-                if adapter.load_inplace:
-                    await self.add_lora(adapter)
-                    adapter.load_inplace = False
+    with _refusing_adapters():
+        check = _adapter_check(validator, (prompt, params, *args), options)
+        if check is not None and (replacement := check(await self.list_loras())) is not None:
+            await self.add_lora(replacement)
     return await _upstreams_adding(self, request_id, prompt, params, *args, **options)
 
 
@@ -362,10 +366,19 @@ def _process_inputs(
     return request
 
 
-def _adapter_in(args: tuple[Any, ...], options: Mapping[str, Any]) -> LoRARequest | None:
-    """Return the adapter among the arguments of `add_request` that follow the request's id."""
-    adapter: LoRARequest | None = options.get("lora_request")
-    return args[3] if adapter is None and len(args) > 3 else adapter
+def _adapter_check(
+    validator: Validator | None, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> Callable[[Collection[int]], LoRARequest | None] | None:
+    """Return `AdapterRequests.check` of a request's adapter; None if there is nothing to check.
+
+    Args:
+        validator: None if the served model is not ours.
+        args, options: arguments of `add_request` that follow the request's id.
+    """
+    adapter = options.get("lora_request") or (args[3] if len(args) > 3 else None)
+    if validator is None or adapter is None or not validator.adapters.needs_check(adapter):
+        return None
+    return partial(validator.adapters.check, adapter)
 
 
 @contextmanager
@@ -428,14 +441,10 @@ def _add_request(self: LLMEngine, request_id: str, *args: Any, **options: Any) -
 
     Upstream registers a request before it sends it, and waits for every registered request.
     """
-    validator, adapter = validator_of(self.input_processor), _adapter_in(args, options)
-    if validator is not None and adapter is not None:
-        with _refusing_adapters():
-            if validator.adapters.needs_check(adapter):
-                validator.adapters.check(adapter, self.list_loras())
-                if adapter.load_inplace:
-                    self.add_lora(adapter)
-                    adapter.load_inplace = False
+    with _refusing_adapters():
+        check = _adapter_check(validator_of(self.input_processor), args, options)
+        if check is not None and (replacement := check(self.list_loras())) is not None:
+            self.add_lora(replacement)
     registered = self.output_processor.external_req_ids
     before = list(registered.get(request_id, ()))
     try:

@@ -55,7 +55,7 @@ class AdapterModels(OpenAIServingModels):
                     path,
                     load_inplace=before is not None,
                 )
-                await self._install(adapter, is_new=before is None)
+                await self._install(adapter)
             except AdapterError as error:
                 return _refused(str(error), "lora_path" if "lora_path" in str(error) else None)
             adapter.load_inplace = False
@@ -79,7 +79,7 @@ class AdapterModels(OpenAIServingModels):
                     continue
                 adapter.lora_int_id = self.lora_id_counter.inc(1)
                 try:
-                    await self._install(adapter, is_new=True)
+                    await self._install(adapter)
                 except AdapterError as error:
                     message, status = str(error), HTTPStatus.BAD_REQUEST
                     continue
@@ -131,30 +131,35 @@ class AdapterModels(OpenAIServingModels):
         assert self.reader is not None
         self.reader.check(name, path)
 
-    async def _install(self, adapter: LoRARequest, *, is_new: bool) -> None:
+    async def _install(self, adapter: LoRARequest) -> None:
         """Stage an adapter on all ranks, then install it everywhere.
 
         Raises:
             AdapterError: some rank cannot load it; no rank has changed.
         """
-        engine, name, number = self.engine_client, adapter.lora_name, adapter.lora_int_id
+        name, number = adapter.lora_name, adapter.lora_int_id
         async with self.staging:
-            arguments = (name, number, adapter.lora_path)
-            await engine.collective_rpc("stage_adapter", args=arguments)
-            while None in (states := await engine.collective_rpc("staged_adapter", args=(name,))):
+            await self._call_all("stage_adapter", name, number, adapter.lora_path)
+            while None in (states := await self._call_all("staged_adapter", name)):
                 await asyncio.sleep(_POLL_S)
             failures = [state for state in states if state]
             if failures:
                 raise AdapterError(failures[0])
             try:
-                await engine.add_lora(adapter)
+                await self.engine_client.add_lora(adapter)
             except Exception as error:
-                if is_new:  # another replica may have it
-                    await engine.remove_lora(number)
+                await self._call_all("undo_load", number)
                 refusal = refusal_in(error)
                 if refusal is None:
                     raise
                 raise refusal from None
+            await self._call_all("forget_load")
+
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all workers of all replicas; return all results."""
+        call: Any = self.engine_client.engine_core.call_utility_all_async
+        replicas = await call("collective_rpc", method, None, args, None)
+        return [result for workers in replicas for result in workers]
 
 
 def _refused(message: str, field: str | None, status: HTTPStatus | None = None) -> ErrorResponse:

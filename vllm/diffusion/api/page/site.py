@@ -121,9 +121,10 @@ async def status(raw_request: Request) -> JSONResponse:
 
 @router.get("/page/options.json")
 async def options(raw_request: Request) -> JSONResponse:
-    """Return the algorithms and parameters of the served model."""
-    page_options: dict[str, Any] = raw_request.app.state.diffusion_page_options
-    return JSONResponse(page_options)
+    """Return the algorithms and parameters of the served model, and the names of adapters."""
+    state = raw_request.app.state
+    page_options: dict[str, Any] = state.diffusion_page_options
+    return JSONResponse({**page_options, "adapters": [*state.openai_serving_models.lora_requests]})
 
 
 @router.get("/page/{name:path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.errors import AdapterError
 from vllm.diffusion.engine.worker.adapting import AdaptingRunner, source_of
@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
-    from vllm.diffusion.adapters.known_adapters import Source, Stamp
+    from vllm.diffusion.adapters.known_adapters import KnownAdapter, Source, Stamp
     from vllm.diffusion.adapters.peft_files import Adapter
 
 logger = init_logger(__name__)
@@ -57,10 +57,29 @@ class _AdapterStaging:
         return not self._thread.is_alive()
 
 
+class _Load(NamedTuple):
+    """A load that `undo_load` can undo: the adapter's number, and what it replaced."""
+
+    number: int
+    before: KnownAdapter | None
+    evicted: tuple[str, Stamp] | None
+
+
 class AdapterWorker(WeightWorker):
     """Worker whose adapters come and go between steps."""
 
     _staging: _AdapterStaging | None = None
+    _last_load: _Load | None = None
+
+    def suspend_weights(self, *, keeps: bool) -> None:
+        super().suspend_weights(keeps=keeps)
+        if isinstance(self.model_runner, AdaptingRunner):
+            self.model_runner.adapters.release_slots()
+
+    def resume_weights(self) -> None:
+        super().resume_weights()
+        if isinstance(self.model_runner, AdaptingRunner):
+            self.model_runner.adapters.restore_slots()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, or replace its tensors with `load_inplace`; return whether it is known.
@@ -90,9 +109,26 @@ class AdapterWorker(WeightWorker):
         if adapter is not None:
             kind = "in_place" if known is not None else "path" if staged is None else "staged"
             kind = "tensors" if source.has_tensors else kind
+            self._last_load = _Load(number, known, adapters.evicted.get(number))
             self._install(source, adapter, stamp, kind)
             adapters.note_load(number, time.perf_counter() - started)
         return True
+
+    def undo_load(self, number: int) -> None:
+        """Undo the last load if it loaded this adapter, because another replica refused it."""
+        last, self._last_load = self._last_load, None
+        if last is None or last.number != number:
+            return
+        if last.before is not None and not last.before.is_removed:
+            self._install(last.before.source, last.before.adapter, last.before.stamp, "in_place")
+            return
+        self.remove_lora(number)
+        if last.evicted is not None:
+            self._adapting_runner().adapters.evicted[number] = last.evicted
+
+    def forget_load(self) -> None:
+        """Free what `undo_load` would need, because all replicas have the last adapter."""
+        self._last_load = None
 
     def _install(self, source: Source, adapter: Adapter, stamp: Stamp, kind: str) -> None:
         """Keep an adapter; its requests begin their next forward without cached results."""

@@ -207,7 +207,14 @@ def load_adapters(
     sizes = lora.max_loras, lora.max_lora_rank
     num_bytes = slot_bytes(matrices, lora.max_lora_rank, shard, model.dtype)
     check_slots(*sizes, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
-    slots = SlotMemory(matrices, *sizes, shard, dtype=model.dtype, device=device)
+    slots = SlotMemory(
+        matrices,
+        *sizes,
+        shard,
+        dtype=model.dtype,
+        device=device,
+        can_release=vllm_config.model_config.enable_sleep_mode,
+    )
     install_adapters(model, slots)
     logger.info(
         "adapters: %d slots of rank %d, %s each",

@@ -351,7 +351,7 @@ class WeightWorker(WorkerBase):
         self._release_kv_cache()
         if "weights" in self._reasons:
             return
-        self.weights.suspend(keeps=level < 2)
+        self.suspend_weights(keeps=level < 2)
         self._hold("weights", "the weights are asleep")
         if level >= 2:
             self._hold(_DISCARDED, "the weights were discarded; an update must bring all of them")
@@ -361,7 +361,7 @@ class WeightWorker(WorkerBase):
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate memory again: for `weights`, for `kv_cache`, or for both."""
         if "weights" in self._reasons and (tags is None or "weights" in tags):
-            self.weights.resume()
+            self.resume_weights()
             self._hold("weights", None)
         if _KV_CACHE in self._reasons and (tags is None or _KV_CACHE in tags):
             self.loop.pause_steps().add(restore_kv_cache(self.model_runner, self._fixed_pages))
@@ -372,6 +372,14 @@ class WeightWorker(WorkerBase):
         """Release keys and values, and the pool's memory."""
         if _KV_CACHE in tags:
             self._release_kv_cache()
+
+    def suspend_weights(self, *, keeps: bool) -> None:
+        """Release the memory of the weights; without `keeps` their contents are lost."""
+        self.weights.suspend(keeps=keeps)
+
+    def resume_weights(self) -> None:
+        """Allocate the memory of the weights again."""
+        self.weights.resume()
 
     def _release_kv_cache(self) -> None:
         if _KV_CACHE in self._reasons:

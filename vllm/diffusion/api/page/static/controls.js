@@ -37,6 +37,7 @@ export class Controls {
     this.given = {};
     this.faults = {}; // errors of the visible controls, by name
     this.algorithm = options.algorithm;
+    this.model = options.model; // the served model or an adapter
     this.kind = ""; // kind of format that the answer must match; "" if it is free
     this.text = "";
     this.draw();
@@ -69,7 +70,7 @@ export class Controls {
 
   // The settings of the request: the algorithm, and every value that is set or has a default.
   settings() {
-    const found = { algorithm: this.algorithm };
+    const found = { ...this.namedModel, algorithm: this.algorithm };
     for (const field of this.fields) {
       const value = this.given[field.name] ?? field.default;
       if (value !== undefined) found[field.name] = value;
@@ -78,13 +79,20 @@ export class Controls {
     return found;
   }
 
+  // The model that the request names: none if there is only one.
+  get namedModel() {
+    return this.options.adapters?.length ? { model: this.model } : {};
+  }
+
   // The settings without defaults, in the form that `set` accepts.
   chosen() {
     const language = this.settings().structured_outputs;
-    return { algorithm: this.algorithm, ...this.given, ...(language && { structured_outputs: language }) };
+    return { ...this.namedModel, algorithm: this.algorithm, ...this.given, ...(language && { structured_outputs: language }) };
   }
 
-  set({ algorithm, structured_outputs: language, ...given }) {
+  set({ algorithm, model, structured_outputs: language, ...given }) {
+    const { model: served, adapters = [] } = this.options;
+    this.model = adapters.includes(model) ? model : served;
     if (algorithm in this.options.algorithms) this.algorithm = algorithm;
     [this.kind, this.text] = language ? writtenOf(language) : ["", ""];
     this.given = given;
@@ -102,12 +110,22 @@ export class Controls {
     const names = Object.keys(this.options.algorithms);
     const pick = { name: "algorithm", type: "string", choices: names, default: names[0], doc: commits };
     this.box.replaceChildren(
+      ...this.modelControl(),
       this.control(pick, this.algorithm),
       about(`Commits ${commits}.`),
       ...this.fields.map((field) => this.control(field, this.given[field.name])),
       this.kindControl(),
       ...(KINDS[this.kind]?.hint ? [this.textControl()] : []),
     );
+  }
+
+  // The control for the model, if there are adapters.
+  modelControl() {
+    const { model, adapters = [] } = this.options;
+    if (!adapters.length) return [];
+    const doc = "the served model, or an adapter";
+    const field = { name: "model", type: "string", choices: [model, ...adapters], default: model, doc };
+    return [this.control(field, this.model)];
   }
 
   // The control for the kind of format that the answer must match.
@@ -171,6 +189,8 @@ export class Controls {
       this.algorithm = input.value;
       this.draw();
       this.box.querySelector("select").focus();
+    } else if (field.name === "model") {
+      this.model = input.value;
     } else if (input.value === "" && input.type !== "checkbox") {
       delete this.given[field.name];
     } else {

@@ -48,10 +48,11 @@ export class Pane {
   }
 
   summarise() {
-    const { algorithm, gen_length, steps } = this.controls.settings();
+    const { model, algorithm, gen_length, steps } = this.controls.settings();
+    const adapter = model !== this.options.model && model;
     const kind = KINDS[this.controls.kind]?.name;
     this.part("summary").textContent =
-      [algorithm, gen_length ? `${gen_length} tokens` : "length auto", steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
+      [adapter, algorithm, gen_length ? `${gen_length} tokens` : "length auto", steps && `${steps} steps`, kind].filter(Boolean).join(" · ");
   }
 
   // Send a request and draw every step. Returns the answer in the form of conversations and logs;
