@@ -25,6 +25,7 @@ from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 from vllm.diffusion.engine.worker.step_graphs import Bucket, buckets_of, fill
 from vllm.diffusion.engine.worker.warm_up import warm_up
+from vllm.diffusion.models.ahead import kernel_calls
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.request import decision, fields
 
@@ -109,6 +110,19 @@ def test_the_warm_up_runs_every_step_without_and_with_an_adapter(
             assert np.array_equal(plain.token_ids, adapted.token_ids)
         assert engine.is_idle()
         assert engine.ask(as_request(prompt, **BLOCKS))[0].token_ids == before.token_ids
+
+
+def test_kernels_of_every_size_are_compiled_ahead(checkpoint: Callable[[str], Path]) -> None:
+    """The calls of an engine with adapters are those of each size of a product, at 5 row counts."""
+    with running(checkpoint("gqa")) as engine:
+        before = len(list(kernel_calls(engine.runner.model, torch.device("cpu"))))
+    with running(checkpoint("gqa"), enable_lora=True) as engine:
+        calls = list(kernel_calls(engine.runner.model, torch.device("cpu")))
+        # queries, keys and values; the output of attention; gate and up; down; the head
+        assert len(calls) - before == 5 * 5
+        with torch.inference_mode():
+            for call in calls[before:]:
+                call()
 
 
 def test_rows_are_sorted_by_slot(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,12 +78,11 @@ class AdaptedProjection(ops.Projection):
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
         gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
         self._base.project(x, gate_up, scratch)
-        low, matrices, tiles = self._shrunk(x, scratch)
-        has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
+        low, tiles = self._shrunk(x, scratch)
         plain = out
         if isinstance(out, ops.QuantisedRows):
             plain = stages.plain_rows(x.dtype, self._columns // 2).take(scratch, len(x))
-        ops.gated_expand(low, matrices, tiles, gate_up, plain, has_gate=has_gate, has_up=has_up)
+        self._expand_gated(low, tiles, gate_up, plain)
         if isinstance(out, ops.QuantisedRows):
             ops.quantise_rows(plain, out)
 
@@ -104,6 +104,28 @@ class AdaptedProjection(ops.Projection):
                 self._add(own, out, scratch, features=features)
 
         ops.tensor_parallel().add_sum(x, write, scratch)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the adapters' matrices, which determine the kernels."""
+        return tuple(tuple(matrix.shape) for matrix in self._slots.matrices[:2])
+
+    def rehearse(self, num_rows: int, *, is_gated: bool) -> None:
+        """Run the kernels of `num_rows` rows of zeros, or of gate and up, with an empty slot."""
+        matrices = self._slots.matrices
+        _, _, _, depth = matrices.down.shape
+        scratch = FreshBuffers(matrices.down.device)
+        x, out = (matrices.down.new_zeros(num_rows, width) for width in (depth, self._columns))
+        size = ops.low_rank_tile(num_rows)
+        table = ops.tile_table([(0, 0, num_rows)], num_rows, size)
+        tiles = ops.Tiles(ops.to_device(table, x.device), size)
+        low = ops.take_low(matrices, num_rows, scratch)
+        ops.shrink(x, matrices, tiles, low)
+        if is_gated:
+            self._expand_gated(low, tiles, out, out.new_empty(num_rows, self._columns // 2))
+        else:
+            pieces = self._slots.pieces(slice(0, self._columns))
+            ops.expand(low, matrices, tiles, out, pieces)
 
     @property
     def _is_used(self) -> bool:
@@ -129,16 +151,22 @@ class AdaptedProjection(ops.Projection):
             plain = stages.plain_rows(out.dtype, x.values.shape[1]).take(scratch, len(out))
             x = plain.copy_(x.values).mul_(x.scales[:, None])
         pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
-        low, matrices, tiles = self._shrunk(x, scratch, features)
-        ops.expand(low, matrices, tiles, out, pieces)
+        low, tiles = self._shrunk(x, scratch, features)
+        ops.expand(low, self._slots.matrices, tiles, out, pieces)
+
+    def _expand_gated(self, low: Tensor, tiles: ops.Tiles, gate_up: Tensor, out: Tensor) -> None:
+        """Write silu(gate) * up with the adapters' products."""
+        has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
+        halves = {"has_gate": has_gate, "has_up": has_up}
+        ops.gated_expand(low, self._slots.matrices, tiles, gate_up, out, **halves)
 
     def _shrunk(
         self, x: Tensor, scratch: Buffers, features: slice = ALL
-    ) -> tuple[Tensor, ops.LowRank, ops.Tiles]:
-        """Multiply by the first matrices; return the products, the matrices and the tiles."""
+    ) -> tuple[Tensor, ops.Tiles]:
+        """Multiply by the first matrices; return the products, and the tiles of the rows."""
         matrices, tiles = self._slots.matrices, self._adapted.tiles
         if features != ALL:
             matrices = matrices._replace(down=matrices.down[..., features])
         low = ops.take_low(matrices, len(x), scratch)
         ops.shrink(x, matrices, tiles, low)
-        return low, matrices, tiles
+        return low, tiles
