@@ -68,40 +68,41 @@ class AdaptedProjection(ops.Projection):
         return self._base.rows(buffer, num_rows, scratch)
 
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        low = self._shrunk(x, len(out), scratch)
         self._base.project(x, out, scratch, columns)
-        self._add(x, out, scratch, columns=columns)
+        self._expand(low, out, columns)
 
     def gated(self, x: Any, out: Any, scratch: Buffers) -> None:
-        if not self._is_used:
+        low = self._shrunk(x, len(x), scratch)
+        if low is None:
             self._base.gated(x, out, scratch)
             return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
         gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
         self._base.project(x, gate_up, scratch)
-        low, tiles = self._shrunk(x, scratch)
         plain = out
         if isinstance(out, ops.QuantisedRows):
             plain = stages.plain_rows(x.dtype, self._columns // 2).take(scratch, len(x))
-        self._expand_gated(low, tiles, gate_up, plain)
+        self._expand_gated(low, self._adapted.tiles, gate_up, plain)
         if isinstance(out, ops.QuantisedRows):
             ops.quantise_rows(plain, out)
 
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        low = self._shrunk(h, len(out), scratch, features)
         self._base.multiply(h, out, scratch, features)
-        self._add(h, out, scratch, features=features)
+        self._expand(low, out)
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self._is_used):
+            low = self._shrunk(h, len(x), scratch, features)
             self._base.add_to(x, h, scratch, features)
-            self._add(h, x, scratch, features=features)
+            self._expand(low, x)
             return
 
         def write(rows: slice, out: Tensor) -> None:
             """Write this rank's part of the sum, with its part of the adapters."""
-            own = ops.rows_of(h, rows)
-            self._base.multiply(own, out, scratch, features)
             with self._adapted.within(rows):
-                self._add(own, out, scratch, features=features)
+                self.multiply(ops.rows_of(h, rows), out, scratch, features)
 
         ops.tensor_parallel().add_sum(x, write, scratch)
 
@@ -132,27 +133,11 @@ class AdaptedProjection(ops.Projection):
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
 
-    def _add(
-        self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL, features: slice = ALL
-    ) -> None:
-        """Add the products of the adapters to `out`.
-
-        Args:
-            x: [R, features], the current rows.
-            out: [R, columns], written.
-            scratch: memory for the computation.
-            columns: columns of the product that `out` has.
-            features: features that x has.
-        """
-        if not (len(out) and self._is_used):
-            return
-        # Attention in fp8 writes quantised rows.
-        if isinstance(x, ops.QuantisedRows):
-            plain = stages.plain_rows(out.dtype, x.values.shape[1]).take(scratch, len(out))
-            x = plain.copy_(x.values).mul_(x.scales[:, None])
-        pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
-        low, tiles = self._shrunk(x, scratch, features)
-        ops.expand(low, self._slots.matrices, tiles, out, pieces)
+    def _expand(self, low: Tensor | None, out: Tensor, columns: slice = ALL) -> None:
+        """Add the products of the adapters to `out`, which has some columns of the product."""
+        if low is not None:
+            pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
+            ops.expand(low, self._slots.matrices, self._adapted.tiles, out, pieces)
 
     def _expand_gated(self, low: Tensor, tiles: ops.Tiles, gate_up: Tensor, out: Tensor) -> None:
         """Write silu(gate) * up with the adapters' products."""
@@ -161,12 +146,29 @@ class AdaptedProjection(ops.Projection):
         ops.gated_expand(low, self._slots.matrices, tiles, gate_up, out, **halves)
 
     def _shrunk(
-        self, x: Tensor, scratch: Buffers, features: slice = ALL
-    ) -> tuple[Tensor, ops.Tiles]:
-        """Multiply by the first matrices; return the products, and the tiles of the rows."""
-        matrices, tiles = self._slots.matrices, self._adapted.tiles
+        self, x: Any, num_rows: int, scratch: Buffers, features: slice = ALL
+    ) -> Tensor | None:
+        """Multiply the current rows by the first matrices; None if no adapter changes the product.
+
+        This precedes the checkpoint's product, which reads its weight meanwhile.
+
+        Args:
+            x: [R, features].
+            num_rows: R.
+            scratch: memory for the result.
+            features: features that x has.
+        """
+        if not (num_rows and self._is_used):
+            return None
+        matrices = self._slots.matrices
+        # Attention in fp8 writes quantised rows.
+        if isinstance(x, ops.QuantisedRows):
+            plain = stages.plain_rows(matrices.down.dtype, x.values.shape[1]).take(
+                scratch, num_rows
+            )
+            x = plain.copy_(x.values).mul_(x.scales[:, None])
         if features != ALL:
             matrices = matrices._replace(down=matrices.down[..., features])
-        low = ops.take_low(matrices, len(x), scratch)
-        ops.shrink(x, matrices, tiles, low)
-        return low, tiles
+        low = ops.take_low(matrices, num_rows, scratch)
+        ops.shrink(x, matrices, self._adapted.tiles, low)
+        return low

@@ -40,12 +40,12 @@ def tile_table(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -
 
 def take_low(matrices: LowRank, num_rows: int, scratch: Buffers) -> Tensor:
     """Return memory for the results of `shrink`, [parts of the sum, R, numbers] fp32."""
-    num_splits = low_rank_splits(num_rows, matrices.down.shape[3])
+    num_splits = low_rank_splits(num_rows, matrices.down.shape[3], matrices.num_ranks)
     low = stages.low_rank(matrices.num_ranks).take(scratch, num_splits * num_rows)
     return low.view(num_splits, num_rows, matrices.num_ranks)
 
 
 def split_bytes(num_ranks: int, depth: int) -> int:
     """Return a bound of the bytes that few rows take in several parts of a sum over `depth`."""
-    is_split = low_rank_splits(1, depth) > 1
+    is_split = low_rank_splits(1, depth, num_ranks) > 1
     return MAX_SPLIT_ROWS * stages.low_rank(num_ranks).row_bytes if is_split else 0
