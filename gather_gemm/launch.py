@@ -168,7 +168,7 @@ _SHRINK_RANKS = 64  # maximum ranks of a tile
 _MAX_SPLITS = 8
 _SHRINK_PROGRAMS = 128  # programs of all tiles and splits, unless tiles alone are more
 _MIN_SPLIT_DEPTH = 1024
-MAX_SPLIT_ROWS = 32 * _SHRINK_PROGRAMS  # limit of rows times splits
+MAX_SPLIT_ROWS = 2048  # limit of rows times splits
 
 
 def low_rank_tile(num_rows: int) -> int:
@@ -183,6 +183,7 @@ def low_rank_splits(num_rows: int, depth: int, num_ranks: int) -> int:
     """
     num_tiles = -(-num_rows // low_rank_tile(num_rows)) * -(-num_ranks // _SHRINK_RANKS)
     limit = min(_MAX_SPLITS, _SHRINK_PROGRAMS // max(num_tiles, 1), depth // _MIN_SPLIT_DEPTH)
+    limit = min(limit, MAX_SPLIT_ROWS // max(num_rows, 1))
     return 1 << max(limit, 1).bit_length() - 1
 
 
