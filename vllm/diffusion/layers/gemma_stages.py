@@ -100,9 +100,9 @@ class GemmaAttention(SelfAttention):
 
     def add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         if x.shape[0]:
-            product = stages.projected(x.dtype, x.shape[1]).take(buffers, len(x))
-            self.out_proj.multiply(heads.flatten(1), product, buffers)
-            add_normed(x, product, self.out_norm)
+            result = torch.zeros_like(x)
+            self.out_proj.add_to(result, heads.flatten(1), buffers)
+            add_normed(x, result, self.out_norm)
 
     def _own_columns(self, product: Tensor) -> Tensor:
         """Return this layer's columns of a product, which has queries if it is wide enough."""
@@ -197,6 +197,6 @@ def gelu_mlp(
     """Return Wdown (gelu(Wgate x) * Wup x) [R, D] of rows x [R, D]; `width` is the inner width."""
     gate_up = stages.gate_up(x.dtype, 2 * width).take(buffers, len(x))
     gate_up_proj.project(x, gate_up, buffers)
-    out = torch.empty_like(x)
-    down_proj.multiply(gelu_mul(gate_up), out, buffers)
+    out = torch.zeros_like(x)
+    down_proj.add_to(out, gelu_mul(gate_up), buffers)
     return out

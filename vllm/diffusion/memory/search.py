@@ -105,7 +105,9 @@ class PlanCandidate:
         temporaries = attend * of_row.attend.temporaries
         enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
         of_others = max(of_row.keys_values.temporaries, of_row.feed_forward.temporaries)
-        temporaries = min(max(temporaries, enough_rows * of_others), free - attending)
+        of_logits = longest.logits * of_row.logits.temporaries
+        temporaries = max(temporaries, enough_rows * of_others, of_logits)
+        temporaries = min(temporaries, free - attending)
         buffers = free - temporaries
         if rows > WHOLE_STEP_ROWS:
             enough = of_row.feed_forward.buffers_in(FULL_SPEED_ROWS)

@@ -75,7 +75,12 @@ class Bucket(NamedTuple):
         return self.rows <= ENDED_ROWS
 
     def inputs(
-        self, pages: PageTable | None, max_keys: int, *, has_blocks: bool, marks_blocks: bool
+        self,
+        pages: PageTable | None,
+        max_keys: int,
+        *,
+        has_blocks: bool,
+        marks_blocks: bool = False,
     ) -> StepInputs[Array]:
         """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
 
