@@ -169,13 +169,15 @@ def parts(tmp_path: Path) -> tuple[Path, list[Path]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 def test_replays_equal_the_layers_without_a_graph(
-    parts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, parts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after an adapter was replaced, for which nothing is captured."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     folder, paths = parts
-    settings = {"dtype": "bfloat16", "max_model_len": 600, "max_num_seqs": 64}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 600, "max_num_seqs": 64}
+    settings["quantization"] = quantization
     with running(folder, enable_lora=True, max_loras=2, **settings) as engine:
         runner = engine.runner
         num_graphs = len(runner.graphs)
