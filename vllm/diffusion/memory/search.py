@@ -166,7 +166,10 @@ class PlanSearch:
             ]
             for count in {1, shards}
         }
-        self._bytes_of_row = cache(partial(RowBytes.of, Footprint(shape), is_split=is_split))
+        self._footprints = {
+            adapts: Footprint(shape.for_step(adapts=adapts)) for adapts in (False, True)
+        }
+        self._bytes_of_row = cache(partial(RowBytes.of, is_split=is_split))
 
     def divides(self, step: StepShape) -> bool:
         """Whether ranks divide the rows of a step; every rank computes a step with a cache."""
@@ -222,7 +225,8 @@ class PlanSearch:
     def _candidate(
         self, layout: Residency, step: StepShape, longest_chunk_s: float = math.inf
     ) -> PlanCandidate:
-        row_bytes = self._bytes_of_row(layout, step.num_sequences > 1)
+        footprint = self._footprints[step.adapts]
+        row_bytes = self._bytes_of_row(footprint, layout, step.num_sequences > 1)
         longest = self._longest_chunks(layout, step, longest_chunk_s)
         attend_chunk = partial(self._costs.attend_chunk, groups=layout.head_groups)
         max_rows = self._max_logits_rows

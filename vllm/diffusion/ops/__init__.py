@@ -47,6 +47,7 @@ from vllm.diffusion.ops.projection import (
     WeightSpec,
     Workspace,
     embed_rows,
+    rows_of,
 )
 from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
@@ -70,6 +71,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     attention,
     has_attention,
     norm_rotary,
+    quantise_rows,
     rms_norm,
     rms_norm_quantised,
     rotary_tables,
@@ -141,6 +143,7 @@ __all__ = [
     "philox_uniform",
     "projection_of",
     "quantise_packed",
+    "quantise_rows",
     "quantise_weight",
     "repacked_form",
     "reserve",
@@ -148,6 +151,7 @@ __all__ = [
     "rms_norm_quantised",
     "rotary_tables",
     "route_rows",
+    "rows_of",
     "samples_in_head",
     "shrink",
     "silu_mul",
