@@ -213,29 +213,39 @@ def free_memory() -> None:
 
 
 def run_requests(
-    llm: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    parameters: dict[str, Any],
+    adapters: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Send all prompts together and return their outputs when the last one is complete.
 
     Args:
         parameters: parameters of a request; the whole canvas is returned, even behind stop tokens.
+        adapters: upstream's `LoRARequest` of each request, or None.
 
     Raises:
         BenchmarkError: a request failed.
     """
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs: list[Any] = llm.generate(inputs, harness.sampling_of(parameters), use_tqdm=False)
+    sampling = harness.sampling_of(parameters)
+    named = None if adapters is None else list(adapters)
+    outputs: list[Any] = llm.generate(inputs, sampling, use_tqdm=False, lora_request=named)
     for output in outputs:
         harness.report_of(output)
     return outputs
 
 
 def timed_steps(
-    llm: Any, runner: Any, prompts: Sequence[Sequence[int]], parameters: dict[str, Any]
+    llm: Any,
+    runner: Any,
+    prompts: Sequence[Sequence[int]],
+    parameters: dict[str, Any],
+    adapters: Sequence[Any] | None = None,
 ) -> list[Step]:
     """Run `run_requests`; return its steps in the order of their starts."""
     with StepLog().attached(runner) as log:
-        run_requests(llm, prompts, parameters)
+        run_requests(llm, prompts, parameters, adapters)
     return sorted(log.steps(), key=lambda step: step.started)
 
 

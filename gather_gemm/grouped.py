@@ -25,6 +25,8 @@ def gated_gemm(
     weight: Tensor,
     ends: Tensor,
     weight_scales: Tensor | None = None,
+    *,
+    is_gelu: bool = False,
 ) -> Tensor:
     """Compute silu(gate) * up of the products of gathered rows with their experts.
 
@@ -39,6 +41,7 @@ def gated_gemm(
         weight: [E, 2I, D] of the same dtype, or fp8 (e4m3), the gate's rows first; D is contiguous.
         ends: int32 [E], the end of each group's rows: non-decreasing, the last one S. Not checked.
         weight_scales: [E, 2I] fp32, factors of the sums with an fp8 weight.
+        is_gelu: whether gelu in its tanh form takes the place of silu.
 
     Returns:
         [S, I], in the order of `slots`.
@@ -58,9 +61,11 @@ def gated_gemm(
         return out
     if _kernels is None or not can_take(x):
         rows = x.index_select(0, slots // num_chosen)
-        return reference.gated(reference.grouped_gemm(rows, weight, ends, weight_scales))
+        product = reference.grouped_gemm(rows, weight, ends, weight_scales)
+        return reference.gated(product, is_gelu=is_gelu)
+    operands = x, slots, num_chosen, weight, ends, out
     with guard(x):
-        _kernels.launch_gated(x, slots, num_chosen, weight, ends, out, weight_scales=weight_scales)
+        _kernels.launch_gated(*operands, weight_scales=weight_scales, is_gelu=is_gelu)
     return out
 
 

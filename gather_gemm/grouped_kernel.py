@@ -115,6 +115,7 @@ def gated_kernel(
     DEPTH: tl.constexpr,
     USE_TMA: tl.constexpr,
     AHEAD: tl.constexpr,
+    IS_GELU: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     begin(OVERLAPS)
@@ -172,8 +173,11 @@ def gated_kernel(
         up *= _load_scales(scales, up_row, width - first_column, COLUMNS)
     dtype = out.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    product = (silu * up.to(dtype).to(tl.float32)).to(dtype)
+    inner = gate
+    if IS_GELU:  # (1 + tanh(z)) / 2 is the sigmoid of 2z, with 2z = 2 sqrt(2 / pi) (g + c g^3)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = (gate / (1.0 + tl.exp(-inner))).to(dtype).to(tl.float32)
+    product = (active * up.to(dtype).to(tl.float32)).to(dtype)
     columns = first_column + tl.arange(0, COLUMNS)
     tl.store(
         out + row_ids.to(tl.int64)[:, None] * out_stride + columns[None, :],
@@ -268,6 +272,8 @@ def launch_gated(
     out: Tensor,
     config: GroupedConfig | None = None,
     weight_scales: Tensor | None = None,
+    *,
+    is_gelu: bool = False,
 ) -> None:
     """Enqueue ``out = silu(gate) * up`` of the gathered rows; the arguments are checked."""
     num_groups, _, depth = weight.shape
@@ -289,6 +295,7 @@ def launch_gated(
         x.stride(0),
         rows.stride(0),
         out.stride(0),
+        IS_GELU=is_gelu,
         **_options(rows, num_groups, config),
     )
 

@@ -137,3 +137,76 @@ def _choose(
         config = _WIDE
     stages = shared_bytes // config.stage_bytes(element_bytes, num_weights)
     return replace(config, num_stages=min(config.num_stages, stages))
+
+
+@dataclass(frozen=True)
+class ShrinkConfig:
+    """Tile of one program of the product with the first low-rank matrix: ranks and depth."""
+
+    ranks: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ExpandConfig:
+    """Tile of one program of the product with the second low-rank matrix: columns and ranks."""
+
+    columns: int
+    ranks: int
+    num_warps: int
+    # One stage: in a pipelined loop whose left operand is in registers, ptxas before 13.3 places
+    # writes of these registers wrongly on GPUs of capability 9.0 (triton issue 9433).
+    num_stages: int = 1
+
+
+MAX_PIECES = 3  # pieces of the columns of an expansion
+# Maximum number of rows of a step, and the rows of a tile for it.
+_LOW_RANK_TILES = ((128, 16), (1024, 32), (None, 64))
+_MAX_SPLITS = 8
+MAX_SPLIT_ROWS = 1024  # rows times splits; with more rows, tiles alone fill the GPU
+_MIN_SPLIT_DEPTH = 256
+
+
+def low_rank_tile(num_rows: int) -> int:
+    """Return the rows of a tile of low-rank products, for a step of `num_rows` rows."""
+    return next(rows for limit, rows in _LOW_RANK_TILES if limit is None or num_rows <= limit)
+
+
+def low_rank_splits(num_rows: int, depth: int) -> int:
+    """Return in how many parts `shrink` computes its sums, each by its own programs.
+
+    Rows times parts are at most `MAX_SPLIT_ROWS`, unless there is only one part.
+    """
+    limit = min(_MAX_SPLITS, MAX_SPLIT_ROWS // max(num_rows, 1), depth // _MIN_SPLIT_DEPTH)
+    return 1 << max(limit, 1).bit_length() - 1
+
+
+def choose_shrink(num_ranks: int, element_bytes: int) -> ShrinkConfig:
+    """Choose the tile for the ranks of all parts together."""
+    ranks = min(max(_power_of_two(num_ranks), 16), 64)
+    if element_bytes > 2:
+        return ShrinkConfig(ranks, 32, num_warps=4, num_stages=2)
+    return ShrinkConfig(ranks, 128, num_warps=4, num_stages=4)
+
+
+def choose_expand(tile_rows: int, max_rank: int, element_bytes: int) -> ExpandConfig:
+    """Choose the tile for tiles of `tile_rows` rows."""
+    ranks = min(max(_power_of_two(max_rank), 16), 64)
+    if element_bytes > 2:
+        return ExpandConfig(64, min(ranks, 32), num_warps=4)
+    return ExpandConfig(128, ranks, num_warps=4)
+
+
+def choose_gated_expand(tile_rows: int, max_rank: int, element_bytes: int) -> ExpandConfig:
+    """Choose the tile of gate and up, each of which has the columns of the tile."""
+    ranks = min(max(_power_of_two(max_rank), 16), 64)
+    if element_bytes > 2:
+        return ExpandConfig(32, min(ranks, 32), num_warps=4)
+    return ExpandConfig(64 if tile_rows > 32 else 128, ranks, num_warps=4)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -7,12 +7,12 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from .scoring import SOFTMAX, Scoring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -58,9 +58,10 @@ def route(
     scoring: Scoring = SOFTMAX,
     *,
     has_shared: bool = False,
+    expert_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute weights, slots and ends; see `gather_gemm.route`."""
-    wide = logits.to(torch.float32)
+    wide = logits.to(torch.float32) * scoring.logit_scale
     scores = wide.sigmoid() if scoring.is_sigmoid else wide.softmax(dim=-1)
     ranks = scores if bias is None else scores + bias
     ranks = torch.where(ranks > _LEAST, ranks, _LEAST)
@@ -72,7 +73,10 @@ def route(
     weights = scores.gather(-1, chosen)
     if scoring.is_normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    weights = (weights * scoring.scale).to(logits.dtype)
+    weights = weights * scoring.scale
+    if expert_scales is not None:
+        weights = weights * expert_scales[chosen]
+    weights = weights.to(logits.dtype)
     slots = chosen.flatten().argsort(stable=True).to(torch.int32)
     ends = _group_ends(chosen, logits.shape[1])
     return _with_shared(weights, slots, ends) if has_shared else (weights, slots, ends)
@@ -145,10 +149,10 @@ def grouped_gemm(
     return out
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up of [S, 2I], the gate's columns first, in the model dtype."""
+def gated(gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
+    """Compute silu(gate) * up of [S, 2I], or gelu, the gate's columns first, in the model dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+    return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * up
 
 
 def weighted_terms(
@@ -173,3 +177,78 @@ def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | Non
             wide += terms[:, index].to(torch.float32) * weights[:, index, None]
         total = wide.to(terms.dtype)
     return total if addend is None else total.add_(addend)
+
+
+def shrink(
+    x: Tensor,
+    down: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    tiles: Tensor,
+    first_row: int,
+    low: Tensor,
+) -> None:
+    """Write scaled products with the first matrices to `low`; see `gather_gemm.shrink`."""
+    max_rank = down.shape[2]
+    for slot, rows in _runs_of(tiles, first_row, len(x)):
+        for part, rank in enumerate(ranks[slot].tolist()):
+            product = torch.mm(x[rows].float(), down[slot, part, :rank].float().t())
+            columns = slice(part * max_rank, part * max_rank + rank)
+            low[0, rows, columns] = product * scales[slot, part]
+            low[1:, rows, columns] = 0.0
+
+
+def expand(
+    low: Tensor,
+    up: Tensor,
+    ranks: Tensor,
+    tiles: Tensor,
+    first_row: int,
+    out: Tensor,
+    pieces: Sequence[tuple[int, int, int, int]],
+) -> None:
+    """Add the products of `low` with the second matrices; see `gather_gemm.expand`."""
+    for slot, rows in _runs_of(tiles, first_row, len(out)):
+        for part, source, target, count in pieces:
+            rank = int(ranks[slot, part])
+            if rank:
+                own = out[rows, target : target + count]
+                columns = up[slot, :rank, source : source + count]
+                own.copy_(own.float() + _expanded(low[:, rows], columns, part, up.shape[1]))
+
+
+def gated_expand(
+    low: Tensor,
+    up: Tensor,
+    ranks: Tensor,
+    tiles: Tensor,
+    first_row: int,
+    gate_up: Tensor,
+    out: Tensor,
+    pieces: Sequence[tuple[int, int, int, int]],
+) -> None:
+    """Write silu(gate) * up of changed products; see `gather_gemm.gated_expand`."""
+    changed = gate_up.clone()
+    expand(low, up, ranks, tiles, first_row, changed, pieces)
+    out.copy_(gated(changed))
+
+
+def _expanded(low: Tensor, columns: Tensor, part: int, max_rank: int) -> Tensor:
+    """Return the product, in fp32, of the numbers of a part with columns [rank, N]."""
+    own = low[:, :, part * max_rank : part * max_rank + len(columns)].sum(dim=0)
+    return torch.mm(own.to(columns.dtype).float(), columns.float())
+
+
+def _runs_of(tiles: Tensor, first_row: int, num_rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the slots of tiles and their rows; neighbours of one slot are joined."""
+    joined = list[list[int]]()
+    for slot, first, count in tiles.tolist():
+        start, stop = max(first - first_row, 0), min(first - first_row + count, num_rows)
+        if slot < 0 or start >= stop:
+            continue
+        if joined and joined[-1][0] == slot and joined[-1][2] == start:
+            joined[-1][2] = stop
+        else:
+            joined.append([slot, start, stop])
+    for slot, start, stop in joined:
+        yield slot, slice(start, stop)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ def route(
     scoring: Scoring = SOFTMAX,
     *,
     has_shared: bool = False,
+    expert_scales: Tensor | None = None,
 ) -> Routing:
     """Choose experts for each row by their scores in fp32.
 
@@ -63,6 +64,7 @@ def route(
             at least k experts in total, and every group at least two. With windows, the first row
             starts a window.
         has_shared: whether all rows have one more expert.
+        expert_scales: fp32 [E], factors of the weights of each expert, applied last.
 
     Returns:
         weights in the dtype of the logits.
@@ -71,13 +73,15 @@ def route(
         ValueError: A shape, dtype or stride is not as above.
     """
     _check_logits(logits)
-    _check_choice("route", logits.shape[1], num_chosen, bias, logits, scoring)
+    of_experts = (bias, expert_scales)
+    _check_choice("route", logits.shape[1], num_chosen, *of_experts, logits, scoring)
     kernels = _kernels_for(logits, logits.shape[1], scoring)
     if kernels is None:
-        return Routing(*reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared))
+        options: Any = {"has_shared": has_shared, "expert_scales": expert_scales}
+        return Routing(*reference.route(logits, num_chosen, bias, scoring, **options))
     routing = _allocate(logits, logits.shape[1], num_chosen, logits.dtype, has_shared=has_shared)
     with guard(logits):
-        kernels.launch_route(logits, num_chosen, bias, scoring, *routing)
+        kernels.launch_route(logits, num_chosen, *of_experts, scoring, *routing)
     return routing
 
 
@@ -90,6 +94,7 @@ def route_rows(
     *,
     has_shared: bool = False,
     in_parts: bool = True,
+    expert_scales: Tensor | None = None,
 ) -> Routing:
     """Choose experts by the logits ``x @ gate.T``, rounded to the dtype unless `Scoring.in_fp32`.
 
@@ -100,7 +105,7 @@ def route_rows(
         gate: [E, D] of the same dtype, E at most 1,024, with the same strides allowed. It may be
             read before the previous kernel of the stream ends, so that kernel must not write it.
         num_chosen: k, from 1 to E.
-        bias, scoring, has_shared: as for `route`.
+        bias, scoring, has_shared, expert_scales: as for `route`.
         in_parts: on CUDA, for 16-bit dtypes, a kernel computes the product in parts of the depth,
             which suits few rows, and the kernel that chooses adds the parts. Otherwise PyTorch
             computes the product.
@@ -114,17 +119,18 @@ def route_rows(
     op = "route_rows"
     _check(op, "x", x, x, (-1, -1))
     _check(op, "gate", gate, x, (-1, x.shape[1]))
-    _check_choice(op, len(gate), num_chosen, bias, x, scoring)
+    _check_choice(op, len(gate), num_chosen, bias, expert_scales, x, scoring)
     has_parts = in_parts and x.element_size() == 2 and x.numel() > 0
     kernels = _kernels_for(x, len(gate), scoring) if has_parts else None
     if kernels is None:
         logits = _router_logits(x, gate, scoring)
-        return route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+        options: Any = {"has_shared": has_shared, "expert_scales": expert_scales}
+        return route(logits, num_chosen, bias, scoring, **options)
     dtype = torch.float32 if scoring.in_fp32 else x.dtype
     routing = _allocate(x, len(gate), num_chosen, dtype, has_shared=has_shared)
     with guard(x):
         parts = kernels.launch_score(x, gate)
-        kernels.launch_route(parts, num_chosen, bias, scoring, *routing)
+        kernels.launch_route(parts, num_chosen, bias, expert_scales, scoring, *routing)
     return routing
 
 
@@ -227,6 +233,7 @@ def _check_choice(
     num_experts: int,
     num_chosen: int,
     bias: Tensor | None,
+    expert_scales: Tensor | None,
     like: Tensor,
     scoring: Scoring,
 ) -> None:
@@ -247,5 +254,6 @@ def _check_choice(
             f"{op}: the capacity of a window must be from {num_chosen} to {num_experts}, "
             f"got {scoring.capacity}"
         )
-    if bias is not None:
-        _check_exact(op, "bias", bias, (num_experts,), like, torch.float32)
+    for name, numbers in (("bias", bias), ("expert_scales", expert_scales)):
+        if numbers is not None:
+            _check_exact(op, name, numbers, (num_experts,), like, torch.float32)

@@ -202,10 +202,11 @@ def _choose(ranks, can_be_chosen, num_chosen, EXPERTS: tl.constexpr):
 
 # Not specialised for 1 choice either: Triton 3.6 fails on the loop of one iteration that would be
 # left.
-@triton.jit(do_not_specialize=["num_rows", "num_chosen", "scale"])
+@triton.jit(do_not_specialize=["num_rows", "num_chosen", "scale", "logit_scale"])
 def choose_kernel(
     logits,  # [P, R, E]; the kernel sums the parts and rounds to the dtype of the weights
-    bias,  # [E] fp32
+    bias,  # [E] fp32, or None
+    expert_scales,  # [E] fp32, or None
     # [R, K + S], written: in ascending order of experts, then 1 for the shared expert if S = 1
     weights,
     members,  # [R, K] int16, written if the rows take several blocks: in ascending order of experts
@@ -216,11 +217,11 @@ def choose_kernel(
     num_chosen,
     logits_stride,
     scale,
+    logit_scale,
     NUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,  # the power of two at or above ROWS
     EXPERTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -241,10 +242,10 @@ def choose_kernel(
     given = _sum_of_parts(
         logits, block * ROWS, num_rows, num_experts, logits_stride, NUM_PARTS, LINES, EXPERTS
     )
-    given = given.to(weights.dtype.element_ty).to(tl.float32)
+    given = given.to(weights.dtype.element_ty).to(tl.float32) * logit_scale
     scores = _scores(given, is_row, is_expert, IS_SIGMOID)
     ranks = scores
-    if HAS_BIAS:
+    if bias is not None:
         ranks += tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
     ranks = _at_least(ranks)
     if NUM_GROUPS > 1:
@@ -261,6 +262,8 @@ def choose_kernel(
     if IS_NORMALISED:
         scores /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
     scores *= scale
+    if expert_scales is not None:
+        scores *= tl.load(expert_scales + experts, mask=is_expert, other=0.0)[None, :]
     tl.store(weights + slot, scores.to(weights.dtype.element_ty), mask=is_chosen)
     if NUM_SHARED > 0:
         shared_slot = row_ids * (num_chosen + 1) + num_chosen
@@ -413,6 +416,7 @@ def launch_route(
     logits: Tensor,
     num_chosen: int,
     bias: Tensor | None,
+    expert_scales: Tensor | None,
     scoring: Scoring,
     weights: Tensor,
     slots: Tensor,
@@ -437,6 +441,7 @@ def launch_route(
     choose_kernel[(num_blocks,)](
         parts,
         bias,
+        expert_scales,
         weights,
         members,
         slots,
@@ -446,11 +451,11 @@ def launch_route(
         num_chosen,
         parts.stride(1),
         scoring.scale,
+        scoring.logit_scale,
         NUM_PARTS=num_parts,
         ROWS=rows,
         LINES=triton.next_power_of_2(rows),
         EXPERTS=experts,
-        HAS_BIAS=bias is not None,
         IS_SIGMOID=scoring.is_sigmoid,
         IS_NORMALISED=scoring.is_normalised,
         NUM_GROUPS=scoring.num_groups,

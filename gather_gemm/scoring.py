@@ -21,6 +21,7 @@ class Scoring(NamedTuple):
             choose
             only among `capacity` experts. These are the experts with the largest best score, with
             the bias, in any of these rows. 0: every row chooses alone.
+        logit_scale: factor of the logits, in fp32.
     """
 
     is_sigmoid: bool = False
@@ -31,10 +32,17 @@ class Scoring(NamedTuple):
     in_fp32: bool = False
     window: int = 0
     capacity: int = 0
+    logit_scale: float = 1.0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiled router can apply this rule."""
+        return not self.window and self.logit_scale == 1.0
 
     def of_rows(self) -> dict[str, Any]:
-        """Return the fields by name, without those of windows."""
-        return {k: v for k, v in self._asdict().items() if k not in ("window", "capacity")}
+        """Return the fields by name that a compiled router requires."""
+        others = ("window", "capacity", "logit_scale")
+        return {k: v for k, v in self._asdict().items() if k not in others}
 
 
 SOFTMAX = Scoring()

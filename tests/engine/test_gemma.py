@@ -218,27 +218,6 @@ def test_the_limit_cuts_the_answer(engine: Engine, runs: list[GemmaRun], max_tok
     assert answer.num_steps == sum(runs[1].steps[: -(-max_tokens // CANVAS)])
 
 
-def test_defaults_of_the_checkpoint(network: Any, tmp_path: Path) -> None:
-    """Values of generation_config.json are the defaults; its length limits no answer."""
-    generation = {"max_denoising_steps": 3, "t_min": 0.1, "t_max": 0.9, "max_new_tokens": CANVAS}
-    sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 4.0}
-    folder = make_gemma(tmp_path, generation={**generation, "sampler_config": sampler})
-    prompt = random_prompt(9, 15)
-    run = run_loop(
-        network,
-        prompt,
-        max_tokens=20,
-        seed=16,
-        entropy_bound=4.0,
-        max_denoising_steps=3,
-        t_min=0.1,
-        t_max=0.9,
-    )
-    with running(folder) as engine:
-        (answer,) = engine.ask(request(prompt, seed=16, max_tokens=20))
-    assert answer.token_ids == run.ids[:20]
-
-
 # ---- fields that edit logits, before the temperature of the step ----
 
 

@@ -11,9 +11,13 @@ from vllm.diffusion.layers.split_attention import SplitConfig, split_attention
 
 
 def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span], window: int = 0
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(hd)) v of every span, in float64."""
+    """Return softmax(q k^T / sqrt(hd)) v of every span, in float64.
+
+    With a window, a row on a grid reads so many keys, its own included. Another row reads its block
+    and one key less before it.
+    """
     out = torch.zeros_like(q, dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for span in spans:
@@ -26,6 +30,11 @@ def plain_attention(
             blocks = torch.arange(span.num_keys, device=q.device) // span.block_length
             own = torch.arange(span.num_queries, device=q.device) + span.first
             scores[:, blocks > (own // span.block_length)[:, None]] = -torch.inf
+        if window:
+            rows = torch.arange(span.num_queries, device=q.device) if span.block_length else 0
+            starts = span.first + rows * torch.ones(span.num_queries, device=q.device) - window + 1
+            keys_of = torch.arange(span.num_keys, device=q.device)
+            scores[:, keys_of < starts[:, None]] = -torch.inf
         weights = (scores / math.sqrt(q.shape[2])).softmax(dim=-1)
         out[queries] = torch.einsum("hqk,khd->qhd", weights, heads_v)
     return out
@@ -41,10 +50,17 @@ def run_split() -> None:
     # Keys are not split, because a later part would have no keys for the first rows.
     run_split_of([Span(0, 15, 0, 15, 5)], single)
     run_split_of([Span(0, 15, 0, 170, 7, 60)], half)
+    for window in (1, 40):
+        context = [Span(0, 6, 0, 150, 1, 144), Span(6, 7, 20, 120, first=99)]
+        block = [Span(7, 12, 0, 108, first=100, block_start=100), Span(12, 12, 0, 5, 1)]
+        rest_of_block = Span(12, 15, 0, 108, first=100, block_start=100)
+        run_split_of([*context, *block, rest_of_block], single, window=window)
     run_split_in_pages()
 
 
-def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> None:
+def run_split_of(
+    spans: list[Span], *kinds: tuple[torch.dtype, int, float], window: int = 0
+) -> None:
     """Check spans for each kind: a dtype, a number of key/value heads, and the maximum error."""
     layout = AttentionLayout.of(spans, "cpu")
     generator = torch.Generator().manual_seed(20250920)
@@ -52,7 +68,7 @@ def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> N
         q = torch.randn(15, 7, 16, generator=generator).to(dtype)[:, 2:6]
         pool = torch.randn(200, 2 * num_kv_heads + 1, 16, generator=generator).to(dtype)
         k, v = pool[:, 1 : 1 + num_kv_heads], pool[:, 1 + num_kv_heads :]
-        wanted = plain_attention(q, k, v, spans)
+        wanted = plain_attention(q, k, v, spans, window)
         is_read = torch.zeros(len(pool), dtype=torch.bool)
         for span in spans:
             is_read[span.kv_start : span.kv_start + span.keys_read_by(span.num_queries - 1)] = True
@@ -61,7 +77,7 @@ def run_split_of(spans: list[Span], *kinds: tuple[torch.dtype, int, float]) -> N
             out = torch.full(q.shape, torch.nan, dtype=dtype)
             bounded = layout._replace(max_keys=layout.max_keys + 80)  # an upper bound of the keys
             config = SplitConfig(16, 16, programs, num_warps=4, num_stages=1)
-            result = split_attention(q, k, v, bounded, out, config)
+            result = split_attention(q, k, v, bounded, out, config, window=window)
             assert result is out
             torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
 

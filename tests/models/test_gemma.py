@@ -59,12 +59,14 @@ def network_logits(network: Any, prompt: Tensor, canvas: Tensor, soft: Tensor | 
 def our_logits(model: Any, prompt: Tensor, canvas: Tensor, soft: Tensor | None) -> Tensor:
     ids, start = torch.cat([prompt, canvas]), len(prompt)
     x = model.embed_input_ids(ids)
-    model.condition(x[start:], None if soft is None else model.expected_embeddings(soft))
+    rows = model.soft_rows(len(ids), 64)[start:]
+    rows.copy_(torch.zeros_like(rows) if soft is None else model.expected_embeddings(soft))
+    is_block = torch.arange(len(ids)) >= start
+    model.condition(x, is_block)
     spans = [
         Span(0, start, 0, start, 1),
         Span(start, len(ids), 0, len(ids), block_start=start),
     ]
-    is_block = torch.arange(len(ids)) >= start
     rotary = model.rotary(torch.arange(len(ids)))
     x = run_whole(model.layers, x, rotary, spans, marks=[is_block])
     return model.compute_logits(model.final_norm(x))
@@ -135,6 +137,8 @@ def test_equal_experts_are_chosen_by_index() -> None:
     """Weights are normalised before the experts' scales, and ties go to the lowest index."""
     gate = torch.zeros(4, 6)
     router = Router(torch.ones(6), gate, torch.tensor([2.0, 4.0, 8.0, 16.0]), 2, 1e-6)
-    chosen, weights = router.route(torch.randn(3, 6))
-    assert chosen.tolist() == [[0, 1]] * 3
-    assert weights.tolist() == [[1.0, 2.0]] * 3
+    routing = router.route(torch.randn(3, 6))
+    assert routing.weights.tolist() == [[1.0, 2.0]] * 3
+    # A slot is row * 2 + place, and the rows of expert 0 come first.
+    assert routing.slots.tolist() == [0, 2, 4, 1, 3, 5]
+    assert routing.ends.tolist() == [3, 6, 6, 6]

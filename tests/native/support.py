@@ -8,12 +8,18 @@ from torch.nn import functional
 
 from gather_gemm import (
     SOFTMAX,
+    LowRank,
+    Piece,
     Scoring,
+    Tiles,
+    expand,
+    gated_expand,
     gated_gemm,
     gather_gemm,
     reference,
     route,
     route_rows,
+    shrink,
     sum_terms,
     weighted_gemm,
 )
@@ -33,6 +39,7 @@ SIZES = [
 SCORINGS = [
     (256, 8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
     (128, 8, Scoring(is_normalised=True)),
+    (128, 8, Scoring(is_normalised=True, in_fp32=True, logit_scale=0.25)),
     (64, 8, SOFTMAX),
     (12, 3, Scoring(num_groups=3, num_kept_groups=3)),
     (40, 6, Scoring(num_groups=8, num_kept_groups=2, in_fp32=True)),
@@ -80,15 +87,115 @@ def grouped_wanted(x, weight, sizes):
     return torch.cat([part @ matrix.t() for part, matrix in parts])
 
 
-def gated_wanted(x, slots, num_chosen, weight, sizes):
+def gated_wanted(x, slots, num_chosen, weight, sizes, *, is_gelu=False):
     gate, up = grouped_wanted(x[slots.long() // num_chosen], weight, sizes).chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return (functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)) * up
 
 
 def weighted_wanted(x, weight, sizes, slots, weights):
     terms = torch.empty(len(x), weight.shape[1], dtype=torch.float64, device=x.device)
     terms[slots.long()] = grouped_wanted(x, weight, sizes)
     return terms.view(*weights.shape, -1) * weights.double()[:, :, None]
+
+
+# Slots of consecutive rows, each with the number of the rows; -1 for rows without a slot.
+RUNS = [
+    [(0, 1)],
+    [(-1, 3), (1, 17), (0, 5), (-1, 2)],
+    [(2, 40), (-1, 30), (0, 64), (1, 7), (2, 1)],
+]
+# Ranks of the parts in three slots: some have no matrix, some are no power of two.
+RANKS = [[8, 3, 0], [16, 16, 16], [0, 1, 5]]
+
+
+def tile_table(runs, size, device="cpu", num_empty=2):
+    """Return the tiles of consecutive runs, in reverse order, and some without rows."""
+    tiles, start = [[-1, 0, 0]] * num_empty, 0
+    for slot, count in runs:
+        tiles += [[slot, start + i, min(size, count - i)] for i in range(0, count, size)]
+        start += count
+    return torch.tensor(tiles[::-1], dtype=torch.int32, device=device).view(-1, 3)
+
+
+class LowRankCase:
+    """Rows with slots, the low-rank matrices, and the exact products in float64.
+
+    Everything that must not be read is NaN.
+    """
+
+    def __init__(self, generator, runs, ranks, widths, depth, dtype, device, *, max_rank=None):
+        def drawn(*shape):
+            return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+        num_parts, num_rows = len(widths), sum(count for _, count in runs)
+        ranks = [own[:num_parts] for own in ranks]
+        max_rank = max_rank or max(max(own) for own in ranks)
+        self.widths, self.num_rows, self.dtype, self.device = widths, num_rows, dtype, device
+        self.x = drawn(num_rows, depth + 8)[:, :depth] / depth**0.5
+        shape = len(ranks), num_parts, max_rank, depth
+        down = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        up = torch.full((len(ranks), max_rank, sum(widths)), torch.nan, dtype=dtype, device=device)
+        scales = torch.rand(len(ranks), num_parts, generator=generator).to(device) + 0.5
+        self.delta = torch.zeros(num_rows, sum(widths), dtype=torch.float64, device=device)
+        row_slots = torch.tensor([slot for slot, count in runs for _ in range(count)])
+        for slot, own in enumerate(ranks):
+            start = 0
+            for part, (rank, width) in enumerate(zip(own, widths, strict=True)):
+                columns = slice(start, start + width)
+                down[slot, part, :rank] = drawn(rank, depth)
+                up[slot, :rank, columns] = drawn(rank, width)
+                low = self.x.double() @ down[slot, part, :rank].double().t()
+                delta = scales[slot, part].double() * low @ up[slot, :rank, columns].double()
+                rows = (row_slots == slot).to(device)
+                self.delta[rows, columns] = delta[rows]
+                start += width
+        ranks = torch.tensor(ranks, dtype=torch.int32, device=device)
+        self.matrices = LowRank(down, up, ranks, scales)
+
+    def low(self, tiles, num_splits, rows=slice(None)):
+        num_rows = len(self.x[rows])
+        shape = num_splits, num_rows, self.matrices.num_ranks
+        low = torch.full(shape, torch.nan, device=self.device)
+        shrink(self.x[rows], self.matrices, tiles, low)
+        return low
+
+    def base(self, generator, num_columns):
+        base = torch.randn(self.num_rows, num_columns + 8, generator=generator)
+        return base.to(self.dtype).to(self.device)[:, :num_columns]
+
+
+def check_low_rank(generator, runs, ranks, dtype, device, size, num_splits, depth=72):
+    """Check all columns, some columns of some rows, and gated products against float64."""
+    widths = (40, 24, 24)
+    case = LowRankCase(generator, runs, ranks, widths, depth, dtype, device)
+    tiles = Tiles(tile_table(runs, size, device), size)
+    low = case.low(tiles, num_splits)
+    base = case.base(generator, 88)
+    out, pieces = base.clone(), (Piece(0, 0, 0, 40), Piece(1, 40, 40, 24), Piece(2, 64, 64, 24))
+    expand(low, case.matrices, tiles, out, pieces)
+    without = (case.delta == 0).all(dim=1)
+    assert relative_error(out, base.double() + case.delta) <= ERROR[dtype]
+    assert torch.equal(out[without], base[without])
+    # A window of the rows, which cuts tiles, and columns of two parts.
+    rows = slice(case.num_rows // 4, case.num_rows - case.num_rows // 3)
+    window = tiles._replace(first_row=rows.start)
+    some = base[rows, 30:70].clone()
+    pieces = Piece(0, 30, 0, 10), Piece(1, 40, 10, 24), Piece(2, 64, 34, 6)
+    expand(case.low(window, num_splits, rows), case.matrices, window, some, pieces)
+    wanted = (base.double() + case.delta)[rows, 30:70]
+    assert relative_error(some, wanted) <= ERROR[dtype]
+    for has_gate, has_up in ((True, True), (True, False), (False, True)):
+        halves = [24] * (has_gate + has_up)
+        case = LowRankCase(generator, runs, ranks, halves, depth, dtype, device)
+        wide = case.base(generator, 48)
+        gate, up = wide.double().split(24, dim=1)
+        out = torch.full((case.num_rows, 24), torch.nan, dtype=dtype, device=device)
+        low = case.low(tiles, num_splits)
+        which = {"has_gate": has_gate, "has_up": has_up}
+        gated_expand(low, case.matrices, tiles, wide, out, **which)
+        gate = gate + case.delta[:, :24] * has_gate
+        up = up + case.delta[:, has_gate * 24 :] if has_up else up
+        assert relative_error(out, functional.silu(gate) * up) <= ERROR[dtype]
 
 
 def check_gather(generator, num_rows, num_columns, depth, dtype, device, error):
@@ -134,9 +241,10 @@ def check_experts(generator, sizes, num_chosen, width, depth, dtype, device, ear
     weights = torch.rand(shape, generator=generator).to(dtype).to(device)
     kinds = [((w1, None, w1), (w2, None, w2))] + [(as_fp8(w1), as_fp8(w2))] * quantises
     for (v1, s1, m1), (v2, s2, m2) in kinds:
-        inner = gated_gemm(x, slots, num_chosen, v1, ends, s1)
-        wanted = gated_wanted(x, slots, num_chosen, m1, sizes)
-        assert relative_error(inner, wanted) <= ERROR[dtype], (dtype, sizes, width, depth)
+        for is_gelu in (True, False):
+            inner = gated_gemm(x, slots, num_chosen, v1, ends, s1, is_gelu=is_gelu)
+            wanted = gated_wanted(x, slots, num_chosen, m1, sizes, is_gelu=is_gelu)
+            assert relative_error(inner, wanted) <= ERROR[dtype], (dtype, sizes, width, depth)
         terms = weighted_gemm(inner, v2, ends, slots, weights, early=early, weight_scales=s2)
         assert terms.shape == (*shape, depth)
         wanted = weighted_wanted(inner, m2, sizes, slots, weights)
@@ -179,9 +287,11 @@ def check_sums(generator, shape, dtype, device):
 
 
 def check_routing(logits, num_chosen, bias, scoring=SOFTMAX):
-    for has_shared in (False, True):
-        given = route(logits, num_chosen, bias, scoring, has_shared=has_shared)
-        wanted = reference.route(logits, num_chosen, bias, scoring, has_shared=has_shared)
+    factors = torch.linspace(0.5, 2.0, logits.shape[1], device=logits.device)
+    for has_shared, expert_scales in ((False, None), (True, factors)):
+        options = {"has_shared": has_shared, "expert_scales": expert_scales}
+        given = route(logits, num_chosen, bias, scoring, **options)
+        wanted = reference.route(logits, num_chosen, bias, scoring, **options)
         assert torch.equal(given.slots, wanted[1]) and torch.equal(given.ends, wanted[2])
         torch.testing.assert_close(given.weights, wanted[0], equal_nan=True)
 

@@ -64,9 +64,10 @@ def test_gated_streams_against_float64(generator, sizes, width, depth):
     weight = (torch.randn(shape, generator=generator) / depth**0.5).bfloat16().cuda()[:, :, :depth]
     ends = ends_of(sizes, "cuda")
     assert fused_ops.has_grouped_gemm(x, weight)
-    given = fused_ops.gated_gemm(x, slots, num_chosen, weight, ends)
-    wanted = gated_wanted(x, slots, num_chosen, weight, sizes)
-    assert relative_error(given, wanted) <= ERROR[torch.bfloat16]
+    for is_gelu in (True, False):
+        given = fused_ops.gated_gemm(x, slots, num_chosen, weight, ends, is_gelu=is_gelu)
+        wanted = gated_wanted(x, slots, num_chosen, weight, sizes, is_gelu=is_gelu)
+        assert relative_error(given, wanted) <= ERROR[torch.bfloat16]
     for _ in range(5):
         assert torch.equal(fused_ops.gated_gemm(x, slots, num_chosen, weight, ends), given)
 

@@ -99,9 +99,26 @@ for dtype in (torch.float32, torch.float16):
         check_sums(generator, shape, dtype, "cpu")
 """
 
+LOW_RANK = """
+import torch
+from gather_gemm import low_rank
+from tests.native.support import RANKS, RUNS, check_low_rank
+from gather_gemm import _triton
+assert _triton._IS_INTERPRETED
+del low_rank.reference  # the kernels must not need it
+generator = torch.Generator().manual_seed(5)
+for number, runs in enumerate(RUNS):
+    dtype = (torch.float32, torch.float16)[number % 2]
+    check_low_rank(generator, runs, RANKS, dtype, "cpu", (16, 32, 64)[number], 1 << number)
+# more than one block of ranks, and more than one step of the depth
+ranks = [[70, 3, 0], [1, 2, 65]]
+check_low_rank(generator, [(1, 5), (0, 20)], ranks, torch.float16, "cpu", 16, 2, depth=300)
+"""
+
 PROGRAMS = {
     "gather_gemm": GATHER_GEMM,
     "grouped_gemm": GROUPED_GEMM,
+    "low_rank": LOW_RANK,
     "routing": ROUTING,
     "split_attention": "from tests.models.split_kernel import run_split as r; r()",
     "joint": "from tests.guided.joint_kernels import check; check('cpu', 0, 0.8, num_requests=1)",

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 
@@ -60,7 +58,7 @@ class AdaptedProjection(ops.Projection):
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         self._base.project(x, out, scratch, columns)
-        self._add(x, out, columns=columns)
+        self._add(x, out, scratch, columns=columns)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         if not self._is_used:
@@ -68,70 +66,63 @@ class AdaptedProjection(ops.Projection):
             return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
         gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
-        self.project(x, gate_up, scratch)
-        ops.silu_mul(gate_up, out=out)
+        self._base.project(x, gate_up, scratch)
+        low, matrices, tiles = self._shrunk(x, scratch)
+        has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
+        ops.gated_expand(low, matrices, tiles, gate_up, out, has_gate=has_gate, has_up=has_up)
 
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         self._base.multiply(h, out, scratch, features)
-        self._add(h, out, features=features)
+        self._add(h, out, scratch, features=features)
 
     def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self._is_used):
             self._base.add_to(x, h, scratch, features)
-            self._add(h, x, features=features)
+            self._add(h, x, scratch, features=features)
             return
 
         def write(rows: slice, out: Tensor) -> None:
             """Write this rank's part of the sum, with its part of the adapters."""
             self._base.multiply(h[rows], out, scratch, features)
-            runs, self._adapted.runs = self._adapted.runs, self._adapted.within(rows)
-            self._add(h[rows], out, features=features)
-            self._adapted.runs = runs
+            with self._adapted.within(rows):
+                self._add(h[rows], out, scratch, features=features)
 
         ops.tensor_parallel().add_sum(x, write, scratch)
 
     @property
     def _is_used(self) -> bool:
-        """Whether an adapter of the current rows changes this product."""
-        return any(self._slots.terms(run.slot) for run in self._adapted.runs)
+        """Whether an adapter of the current rows may change this product."""
+        return self._adapted.use(self._slots)
 
-    def _add(self, x: Tensor, out: Tensor, columns: slice = ALL, features: slice = ALL) -> None:
+    def _add(
+        self,
+        x: Tensor,
+        out: Tensor,
+        scratch: Buffers,
+        columns: slice = ALL,
+        features: slice = ALL,
+    ) -> None:
         """Add the products of the adapters to `out`.
 
         Args:
             x: [R, features], the current rows.
             out: [R, columns], written.
+            scratch: memory for the computation.
             columns: columns of the product that `out` has.
             features: features that x has.
         """
-        first, end, _ = columns.indices(self._columns)
-        for slot, start, stop in self._adapted.runs:
-            for term in self._slots.terms(slot):
-                left, right = max(term.columns.start, first), min(term.columns.stop, end)
-                if left < right:
-                    offset = term.columns.start
-                    add_low_rank(
-                        x[start:stop],
-                        term.down[:, features],
-                        term.up[left - offset : right - offset],
-                        term.scale,
-                        out[start:stop, left - first : right - first],
-                    )
+        if len(x) and self._is_used:
+            pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
+            low, matrices, tiles = self._shrunk(x, scratch, features)
+            ops.expand(low, matrices, tiles, out, pieces)
 
-
-def add_low_rank(x: Tensor, down: Tensor, up: Tensor, scale: float, out: Tensor) -> None:
-    """Add scale * x down^T up^T to `out` in place, with sums in fp32 and one rounding.
-
-    Args:
-        x: [R, in].
-        down: [r, in].
-        up: [columns, r].
-        scale: factor of the product.
-        out: [R, columns], written.
-    """
-    low = torch.mm(x.float(), down.float().t()).mul_(scale)
-    delta = torch.mm(low, up.float().t())
-    if out.dtype == torch.float32:
-        out.add_(delta)
-    else:
-        out.copy_(delta.add_(out))
+    def _shrunk(
+        self, x: Tensor, scratch: Buffers, features: slice = ALL
+    ) -> tuple[Tensor, ops.LowRank, ops.Tiles]:
+        """Multiply by the first matrices; return the products, the matrices and the tiles."""
+        matrices, tiles = self._slots.matrices, self._adapted.tiles
+        if features != ALL:
+            matrices = matrices._replace(down=matrices.down[..., features])
+        low = ops.take_low(matrices, len(x), scratch)
+        ops.shrink(x, matrices, tiles, low)
+        return low, matrices, tiles

@@ -3,30 +3,56 @@
 
 A step's rows are known once it is packed. Its layers then compute one chunk of rows after the
 other, and a product does not know which rows it multiplies. `AdaptedRows` does: whoever takes the
-rows of a chunk announces them there, and the products of the chunk read them.
+rows of a chunk announces them there, and the products of the chunk read them. In a CUDA graph, the
+rows are those of a table that each replay reads.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from vllm.diffusion import ops
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
+    import torch
     from torch import Tensor
+
+    from vllm.diffusion.adapters.slot_memory import ProductSlots
+    from vllm.diffusion.ops import Array
 
 T = TypeVar("T")
 # As `SamplePart.pieces`: item, rows of its sequence, rows of its unconditional sequence.
 Piece = tuple[int, slice, "slice | None"]
 
+MAX_TABLES = 32  # tables of tiles that stay on the device, because steps often have the same rows
+
 
 class Run(NamedTuple):
-    """Consecutive rows of a chunk, or of a step, that use one slot."""
+    """Consecutive rows that use one slot."""
 
     slot: int
     start: int
     stop: int
+
+
+class RowSlots(NamedTuple):
+    """The slots of the rows of a step, or of a part of its sample rows.
+
+    Attributes:
+        runs: the rows with an adapter, in ascending order.
+        num_rows: number of all rows.
+    """
+
+    runs: tuple[Run, ...] = ()
+    num_rows: int = 0
+
+    def table(self, size: int) -> Array:
+        """Return the table of tiles of at most `size` rows."""
+        return ops.tile_table(self.runs, self.num_rows, size)
 
 
 class StepSlots(NamedTuple):
@@ -34,14 +60,14 @@ class StepSlots(NamedTuple):
 
     Attributes:
         of_items: per item of the step, its slot; None for an item without an adapter.
-        runs: the rows with an adapter, in ascending order.
+        rows: the slots of its rows.
     """
 
     of_items: tuple[int | None, ...] = ()
-    runs: tuple[Run, ...] = ()
+    rows: RowSlots = RowSlots()
 
     @classmethod
-    def of(cls, slots: Iterable[int | None], ends: Iterable[int]) -> StepSlots:
+    def of(cls, slots: Iterable[int | None], ends: Sequence[int]) -> StepSlots:
         """Return the slots of items whose rows end at `ends`, one item after the other."""
         of_items, start = tuple(slots), 0
         runs = list[Run]()
@@ -49,45 +75,108 @@ class StepSlots(NamedTuple):
             if slot is not None:
                 _append(runs, Run(slot, start, end))
             start = end
-        return cls(of_items, tuple(runs))
+        return cls(of_items, RowSlots(tuple(runs), start))
+
+    def of_pieces(self, pieces: Iterable[Piece]) -> RowSlots:
+        """Return the slots of a part of the sample rows."""
+        runs, num_rows = list[Run](), 0
+        for item, *ranges in pieces:
+            slot = self.of_items[item] if self.of_items else None
+            for rows in ranges:
+                if rows is not None:
+                    num_rows = rows.stop
+                    if slot is not None:
+                        _append(runs, Run(slot, rows.start, rows.stop))
+        return RowSlots(tuple(runs), num_rows)
+
+
+class _Current(NamedTuple):
+    """The rows of a table that are computed now, and their runs in the numbering of the table."""
+
+    table: RowSlots = RowSlots()
+    rows: slice = slice(0)
+    runs: tuple[Run, ...] = ()
 
 
 class AdaptedRows:
     """The rows that the products of a model compute now, by the slots of their adapters.
 
-    Attributes:
-        runs: the rows of the current chunk with an adapter, counted from the chunk's first row.
+    Args:
+        num_slots: number of slots.
+        device: device of the model.
     """
 
-    def __init__(self) -> None:
-        self._step = StepSlots()
-        self.runs: tuple[Run, ...] = ()
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots, self._device = num_slots, device
+        self._step, self._current = StepSlots(), _Current()
+        self._captured: ops.Tiles | None = None
+        self._tables: dict[RowSlots, tuple[list[int], ops.Tiles]] = {}
+
+    # ---- for products ----
+
+    def use(self, slots: ProductSlots) -> bool:
+        """Return whether the current rows may have an adapter that changes a product."""
+        if self._captured is not None:
+            return True  # any slot may be used when the graph is replayed
+        return any(slots.is_changed_by(run.slot) for run in self._current.runs)
+
+    @property
+    def tiles(self) -> ops.Tiles:
+        """The tiles of the current rows."""
+        first_row = self._current.rows.start
+        if self._captured is not None:
+            return self._captured._replace(first_row=first_row)
+        firsts, tiles = self._on_device(self._current.table)
+        first = _last_at(firsts, first_row)
+        last = _last_at(firsts, self._current.rows.stop - 1)
+        return tiles._replace(table=tiles.table[first : last + 1], first_row=first_row)
+
+    @contextmanager
+    def within(self, rows: slice) -> Iterator[None]:
+        """Announce some rows of the current chunk, counted from its first row."""
+        before, start = self._current, self._current.rows.start
+        self._turn_to(before.table, slice(start + rows.start, start + rows.stop))
+        try:
+            yield
+        finally:
+            self._current = before
+
+    # ---- for steps ----
 
     def computing(
         self, step: StepSlots, work: Generator[float, None, T]
     ) -> Generator[float, None, T]:
         """Run the chunks of a step; other steps may run whenever it yields."""
-        runs: tuple[Run, ...] = ()
+        current = _Current()
         with closing(work):
             while True:
-                self._step, self.runs = step, runs
+                self._step, self._current = step, current
                 try:
                     seconds = next(work)
                 except StopIteration as end:
                     result: T = end.value
                     return result
                 finally:
-                    runs = self.runs
-                    self._step, self.runs = StepSlots(), ()
+                    current = self._current
+                    self._step, self._current = StepSlots(), _Current()
                 yield seconds
+
+    @contextmanager
+    def capturing(self, table: Tensor | None, num_rows: int) -> Iterator[None]:
+        """Make the products read their tiles from a table on the device; None for no adapters.
+
+        All rows are computed at once, and the table need not be written yet.
+        """
+        if table is not None:
+            self._captured = ops.Tiles(table, ops.low_rank_tile(num_rows))
+        try:
+            yield
+        finally:
+            self._captured, self._current = None, _Current()
 
     def turn_to(self, rows: slice) -> None:
         """Announce that the next products compute these rows of the step."""
-        self.runs = _within(self._step.runs, rows)
-
-    def within(self, rows: slice) -> tuple[Run, ...]:
-        """Return the runs of some rows of the current chunk, counted from the first of them."""
-        return _within(self.runs, rows)
+        self._turn_to(self._step.rows, rows)
 
     def watch(self, x: Tensor) -> WatchedRows:
         """Return x [T, D], all rows of the step; each chunk that is taken from it is announced."""
@@ -103,17 +192,37 @@ class AdaptedRows:
     def of_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield parts of the sample rows (`SamplePart`); each is announced when it is yielded."""
         for part in parts:
-            self.runs = _runs_of(self._step, part.pieces)  # type: ignore[attr-defined]
+            slots = self._step.of_pieces(part.pieces)  # type: ignore[attr-defined]
+            self._turn_to(slots, slice(0, slots.num_rows))
             yield part
 
     @contextmanager
     def sampling(self, step: StepSlots, pieces: Sequence[Piece]) -> Iterator[None]:
         """Announce the rows of a part of the sample rows while it is sampled."""
-        before, self.runs = self.runs, _runs_of(step, pieces)
+        before, slots = self._current, step.of_pieces(pieces)
+        self._turn_to(slots, slice(0, slots.num_rows))
         try:
             yield
         finally:
-            self.runs = before
+            self._current = before
+
+    def _turn_to(self, table: RowSlots, rows: slice) -> None:
+        rows = slice(rows.start, min(rows.stop, table.num_rows) if table.runs else rows.stop)
+        runs = tuple(run for run in table.runs if run.start < rows.stop and rows.start < run.stop)
+        self._current = _Current(table, rows, runs)
+
+    def _on_device(self, rows: RowSlots) -> tuple[list[int], ops.Tiles]:
+        """Return the first row of each tile, and the tiles on the device."""
+        known = self._tables.pop(rows, None)
+        if known is None:
+            size = ops.low_rank_tile(rows.num_rows)
+            table = rows.table(size)
+            tiles = ops.Tiles(ops.to_device(table, self._device), size)
+            known = table[:, 1].tolist(), tiles
+        self._tables[rows] = known  # latest use last
+        if len(self._tables) > MAX_TABLES:
+            del self._tables[next(iter(self._tables))]
+        return known
 
 
 class WatchedRows:
@@ -140,29 +249,14 @@ class _Announcing(list[Any]):
             yield chunk
 
 
-def _within(runs: Iterable[Run], rows: slice) -> tuple[Run, ...]:
-    """Return the parts of runs within a range of rows, counted from its first row."""
-    parts = list[Run]()
-    for slot, start, stop in runs:
-        first, end = max(start, rows.start), min(stop, rows.stop)
-        if first < end:
-            parts.append(Run(slot, first - rows.start, end - rows.start))
-    return tuple(parts)
-
-
-def _runs_of(step: StepSlots, pieces: Iterable[Piece]) -> tuple[Run, ...]:
-    runs = list[Run]()
-    for item, *ranges in pieces:
-        slot = step.of_items[item] if step.of_items else None
-        for rows in ranges:
-            if slot is not None and rows is not None:
-                _append(runs, Run(slot, rows.start, rows.stop))
-    return tuple(runs)
-
-
 def _append(runs: list[Run], run: Run) -> None:
     """Append a run, or extend the last one if it continues there."""
     if runs and runs[-1].slot == run.slot and runs[-1].stop == run.start:
         runs[-1] = runs[-1]._replace(stop=run.stop)
     elif run.start < run.stop:
         runs.append(run)
+
+
+def _last_at(firsts: list[int], row: int) -> int:
+    """Return the index of the tile that holds a row."""
+    return bisect_right(firsts, row) - 1

@@ -3,42 +3,24 @@
 
 from __future__ import annotations
 
-import math
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm.diffusion.ops import arena as vmm
+from vllm.diffusion import ops
+from vllm.diffusion.adapters.slot_room import ArenaSlots, SlotRoom
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
     from vllm.diffusion.adapters.matrices import Matrices, Shard
     from vllm.diffusion.adapters.peft_files import Adapter
 
-_ALIGNMENT = 512  # bytes
-
-
-class Term(NamedTuple):
-    """What an adapter adds to some columns of a product: scale * up @ down @ x.
-
-    Attributes:
-        columns: the columns.
-        down: [r, in].
-        up: [columns, r].
-        scale: the scale, which is not part of `up`.
-    """
-
-    columns: slice
-    down: Tensor
-    up: Tensor
-    scale: float
+# Parts for which a product has ranks and scales, so that those of every product are aligned.
+_PARTS = 4
 
 
 class _Part(NamedTuple):
-    """Slots of one matrix: `down` [slots, max rank, in], `up` [slots, out, max rank].
+    """A matrix of the checkpoint that one product multiplies by, alone or with others.
 
     `columns` are its columns of the product, `rows` and `features` the part of the matrix on this
     rank.
@@ -48,89 +30,77 @@ class _Part(NamedTuple):
     columns: slice
     rows: list[slice]
     features: slice
-    down: Tensor
-    up: Tensor
+
+    @property
+    def width(self) -> int:
+        return int(self.columns.stop - self.columns.start)
+
+
+class ProductParts(list[_Part]):
+    """The parts of one product."""
+
+    def shapes(self, max_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of both kinds of matrices in a slot."""
+        depth = self[0].features.stop - self[0].features.start
+        width = sum(part.width for part in self)
+        return (len(self), max_rank, depth), (max_rank, width)
 
 
 class ProductSlots:
-    """Slots of the matrices that one product multiplies by."""
+    """Slots of the matrices that one product multiplies by.
 
-    def __init__(self, parts: Iterable[_Part], num_slots: int) -> None:
-        self._parts = tuple(parts)
-        self._terms: list[tuple[Term, ...]] = [()] * num_slots
+    Args:
+        parts: the matrices, in the order of their columns.
+        matrices: their slots; `up` has their columns one after the other.
+    """
 
-    def terms(self, slot: int) -> tuple[Term, ...]:
-        """Return what the adapter in a slot adds to the product; empty for nothing."""
-        return self._terms[slot]
+    def __init__(self, parts: ProductParts, matrices: ops.LowRank) -> None:
+        self._parts, self.matrices = parts, matrices
+        self._changed_by: set[int] = set()
 
-    def write(self, slot: int, adapter: Adapter | None) -> None:
-        """Copy an adapter's matrices into a slot; None empties it."""
-        terms = list[Term]()
-        for name, columns, rows, features, downs, ups in self._parts:
-            low_rank = None if adapter is None else adapter.low_ranks.get(name)
+    def is_changed_by(self, slot: int) -> bool:
+        """Whether the adapter in a slot changes the product."""
+        return slot in self._changed_by
+
+    def has_part_at(self, column: int) -> bool:
+        """Whether adapters may change the matrix whose columns begin there."""
+        return any(part.columns.start == column for part in self._parts)
+
+    def pieces(self, columns: slice) -> tuple[ops.Piece, ...]:
+        """Return the columns of all parts within some columns of the product."""
+        pieces, source = list[ops.Piece](), 0
+        for number, part in enumerate(self._parts):
+            first = max(part.columns.start, columns.start)
+            count = min(part.columns.stop, columns.stop) - first
+            if count > 0:
+                own = source + first - part.columns.start
+                pieces.append(ops.Piece(number, own, first - columns.start, count))
+            source += part.width
+        return tuple(pieces)
+
+    def write(self, slot: int, adapter: Adapter | None) -> list[tuple[int, float]]:
+        """Copy an adapter's matrices into a slot; return rank and scale of each part.
+
+        Numbers of higher ranks stay as they are, because nothing reads them.
+        """
+        described, start = list[tuple[int, float]](), 0
+        for part, downs in zip(self._parts, self.matrices.down[slot], strict=True):
+            low_rank = None if adapter is None else adapter.low_ranks.get(part.name)
+            columns = slice(start, start + part.width)
+            start = columns.stop
             if low_rank is None:
+                described.append((0, 0.0))
                 continue
             rank = len(low_rank.down)
-            down, up = downs[slot, :rank], ups[slot, :, :rank]
-            down.copy_(low_rank.down[:, features], non_blocking=True)
-            up.copy_(torch.cat([low_rank.up[own] for own in rows]), non_blocking=True)
-            terms.append(Term(columns, down, up, low_rank.scale))
-        self._terms[slot] = tuple(terms)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.down.nbytes + part.up.nbytes for part in self._parts)
-
-
-class _SlotRoom:
-    """Memory of all slots, which sleep cannot release: it only discards the contents."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._tensors: list[Tensor] = []
-
-    def zeros(self, shape: Sequence[int]) -> Tensor:
-        """Return a tensor of zeros, whose address stays."""
-        tensor = torch.zeros(*shape, dtype=self._dtype, device=self._device)
-        self._tensors.append(tensor)
-        return tensor
-
-    def release(self) -> None:
-        """Lose the contents of all tensors."""
-        for tensor in self._tensors:
-            tensor.fill_(torch.nan)
-
-    def restore(self) -> None:
-        """Make all tensors zeros, at the addresses that they had."""
-        for tensor in self._tensors:
-            tensor.zero_()
-
-
-class _ArenaSlots(_SlotRoom):
-    """Memory of all slots in a range of a GPU's addresses, which sleep releases."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        card = torch.cuda.get_device_properties(index).total_memory
-        self._arena = vmm.Arena(card, device=index)
-        self._end = 0
-
-    def zeros(self, shape: Sequence[int]) -> Tensor:
-        start, num_bytes = self._end, math.prod(shape) * self._dtype.itemsize
-        self._arena.grow(start + num_bytes)
-        tensor: Tensor = self._arena.tensor(start, tuple(shape), self._dtype, holds=False)
-        self._tensors.append(tensor.zero_())
-        self._end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return tensor
-
-    def release(self) -> None:
-        self._arena.shrink(0)
-        self._arena.trim()
-
-    def restore(self) -> None:
-        self._arena.grow(self._end)
-        super().restore()
+            downs[:rank].copy_(low_rank.down[:, part.features], non_blocking=True)
+            up = torch.cat([low_rank.up[own] for own in part.rows])
+            up = up.to(downs.device, non_blocking=True)
+            self.matrices.up[slot, :rank, columns].copy_(up.t())
+            described.append((rank, low_rank.scale))
+        self._changed_by.discard(slot)
+        if any(rank for rank, _ in described):
+            self._changed_by.add(slot)
+        return described
 
 
 class SlotMemory:
@@ -159,35 +129,37 @@ class SlotMemory:
         device: torch.device,
         can_release: bool = False,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.max_rank = num_slots, max_rank
         self._adapters: list[Adapter | None] = [None] * num_slots
         self._is_released = False
-        make_room = _ArenaSlots if can_release and device.type == "cuda" else _SlotRoom
+        make_room = ArenaSlots if can_release and device.type == "cuda" else SlotRoom
         self._room = make_room(dtype, device)
-        parts, ends = dict[str, list[_Part]](), dict[str, int]()
-        for name, matrix in matrices.all.items():
-            product, rows, features = matrix.product, shard.rows(matrix), shard.columns(matrix)
-            num_rows, start = sum(own.stop - own.start for own in rows), ends.get(product, 0)
-            ends[product] = start + num_rows
-            if name not in matrices.allowed:
-                continue
-            down, up = (
-                self._room.zeros((num_slots, *shape))
-                for shape in (
-                    (max_rank, features.stop - features.start),
-                    (num_rows, max_rank),
-                )
-            )
-            part = _Part(name, slice(start, ends[product]), rows, features, down, up)
-            parts.setdefault(product, []).append(part)
-        self.products = {path: ProductSlots(own, num_slots) for path, own in parts.items()}
+        products = parts_of(matrices, shard)
+        self.slot_bytes = slot_bytes(matrices, max_rank, shard, dtype)
+        # All ranks and scales are written at once: products, slots, parts.
+        shape = len(products), num_slots, _PARTS
+        self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.products = dict[str, ProductSlots]()
+        for number, (path, parts) in enumerate(products.items()):
+            down, up = (self._room.zeros((num_slots, *own)) for own in parts.shapes(max_rank))
+            described = (table[number, :, : len(parts)] for table in (self._ranks, self._scales))
+            self.products[path] = ProductSlots(parts, ops.LowRank(down, up, *described))
 
     def write(self, slot: int, adapter: Adapter | None) -> None:
-        """Copy an adapter into a slot; None empties it. After a release, `restore` copies it."""
+        """Copy an adapter into a slot; None empties it. After a release, `restore` copies it.
+
+        The copies run on the current stream, behind the steps that read the old contents.
+        """
         self._adapters[slot] = adapter
-        if not self._is_released:
-            for product in self.products.values():
-                product.write(slot, adapter)
+        if self._is_released:
+            return
+        ranks, scales = torch.zeros(2, len(self._ranks), _PARTS)
+        for number, product in enumerate(self.products.values()):
+            for part, (rank, scale) in enumerate(product.write(slot, adapter)):
+                ranks[number, part], scales[number, part] = rank, scale
+        self._ranks[:, slot] = ranks.to(self._ranks.device, torch.int32)
+        self._scales[:, slot] = scales.to(self._scales.device)
 
     def release(self) -> None:
         """Release the memory of the slots. The adapters stay on the host, each with its slot."""
@@ -201,7 +173,22 @@ class SlotMemory:
         for slot, adapter in enumerate(self._adapters):
             self.write(slot, adapter)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return sum(product.num_bytes for product in self.products.values()) // self.num_slots
+
+def parts_of(matrices: Matrices, shard: Shard) -> dict[str, ProductParts]:
+    """Return the parts of every product that adapters may change, by the path of its module."""
+    parts, ends = dict[str, ProductParts](), dict[str, int]()
+    for name, matrix in matrices.all.items():
+        product, rows, features = matrix.product, shard.rows(matrix), shard.columns(matrix)
+        start = ends.get(product, 0)
+        ends[product] = start + sum(own.stop - own.start for own in rows)
+        if name in matrices.allowed:
+            part = _Part(name, slice(start, ends[product]), rows, features)
+            parts.setdefault(product, ProductParts()).append(part)
+    return parts
+
+
+def slot_bytes(matrices: Matrices, max_rank: int, shard: Shard, dtype: torch.dtype) -> int:
+    """Return the bytes of one slot on one rank."""
+    products = parts_of(matrices, shard).values()
+    shapes = (shape for parts in products for shape in parts.shapes(max_rank))
+    return dtype.itemsize * sum(map(prod, shapes))

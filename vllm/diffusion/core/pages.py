@@ -9,7 +9,7 @@ PARTS = 8  # parts of the layers; while pages move, one part is stored twice
 
 # Head widths for which `split_attention` reads 16-bit keys in their pages on a GPU. For other
 # widths, the keys of a sequence are copied to consecutive rows before they are read.
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 
 
 def num_pages(positions: int) -> int:

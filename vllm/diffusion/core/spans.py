@@ -33,7 +33,7 @@ class Span(NamedTuple):
     Attributes:
         block_length: keys of a block, counted from the first key; 0 without a grid.
         first: index of the key at the position of the first query, counted from the first key. The
-            other queries follow.
+            other queries follow. Without a grid, that of the first query of the whole sequence.
         in_pages: whether the keys are numbered as in a `PageTable`.
         block_start: for queries of a block behind a causal context: keys before the block; else -1.
     """
@@ -118,9 +118,10 @@ class AttentionLayout(NamedTuple, Generic[A]):
             num_queries = q_end - q_start
             spans.append(Span._make((end, end + num_queries, *keys)))
             max_queries, end = max(max_queries, num_queries), end + num_queries
-        _, ends, starts, stops, blocks, firsts, *_ = zip(*spans, strict=True) if spans else [()] * 8
+        columns = zip(*spans, strict=True) if spans else [()] * 8
+        _, ends, starts, stops, blocks, firsts, _, block_starts = columns
         counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        has_blocks = any(blocks)
+        has_blocks = any(blocks) or any(start >= 0 for start in block_starts)
         return AttentionLayout(
             query_ends=np.array((0, *ends), dtype=np.int32),
             key_starts=np.array((*starts, 0), dtype=np.int32),

@@ -41,6 +41,11 @@ def projected(dtype: torch.dtype, num_columns: int) -> Buffer:
     return Buffer("projected", (num_columns,), dtype)
 
 
+def low_rank(num_ranks: int) -> Buffer:
+    """Products with the first matrices of LoRA adapters."""
+    return Buffer("low rank", (num_ranks,), torch.float32)
+
+
 def quantised_rows(dtype: torch.dtype, *shape: int) -> Buffer:
     """Quantised copy of rows that their kernel did not write in fp8."""
     return Buffer("quantised rows", shape, dtype)
@@ -156,9 +161,12 @@ def head(dtype: torch.dtype, hidden_size: int, num_columns: int) -> Listed:
     return normed(dtype, hidden_size), Buffer("logits", (num_columns,), dtype)
 
 
-def capped(num_columns: int) -> Listed:
-    """Logits with a soft cap, in fp32."""
-    return (Buffer("capped logits", (num_columns,), torch.float32, is_temporary=True),)
+def capped(dtype: torch.dtype, num_columns: int) -> Listed:
+    """Logits with a soft cap in fp32, and rounded with their softmax."""
+    return (
+        Buffer("capped logits", (num_columns,), torch.float32, is_temporary=True),
+        Buffer("rounded logits", (2, num_columns), dtype, is_temporary=True),
+    )
 
 
 def of_experts(

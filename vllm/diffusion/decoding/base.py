@@ -254,6 +254,8 @@ class DecodingRule(ABC):
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the logits to use instead of `logits`, in rules with `adjusts_logits`.
 
+        `logits` may be overwritten if the scoring has `adjusts_first`.
+
         Called once per forward and eligible position, in chunks of rows.
 
         Args:

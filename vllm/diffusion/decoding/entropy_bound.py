@@ -95,7 +95,7 @@ class EntropyBound(DecodingRule):
             kept = ops.kept_columns(logits, 1.0, filters)
             logits = logits.masked_fill(~kept, -torch.inf)
         share = (self._num_steps - self.step) / self._num_steps
-        logits = logits / (params.t_min + (params.t_max - params.t_min) * share)
+        logits = logits.div_(params.t_min + (params.t_max - params.t_min) * share)
         if self.note_logits is not None:
             self.note_logits(logits, positions)
         return logits

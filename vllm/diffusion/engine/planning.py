@@ -184,7 +184,7 @@ def _head_buffers(vllm_config: VllmConfig, head: LinearBuffers) -> Listed:
     architecture, num_ranks = config.architecture, vllm_config.parallel_config.tensor_parallel_size
     normed = stages.normed(model.dtype, config.hidden_size)
     num_columns = -(-architecture.num_embeddings // num_ranks)
-    capped = () if architecture.logits_cap is None else stages.capped(num_columns)
+    capped = () if architecture.logits_cap is None else stages.capped(model.dtype, num_columns)
     return (*head.quant_buffers(normed), *head.project, *capped)
 
 

@@ -124,6 +124,9 @@ class StepGuest:
         """Whether a step with extra items may run; otherwise it runs without them."""
         return True
 
+    def launching(self, batch: StepBatch) -> None:
+        """Prepare a planned step, which is computed next unless its extra items are refused."""
+
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
     ) -> None:

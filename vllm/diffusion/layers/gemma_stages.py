@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of Gemma 4's layers, in PyTorch.
+"""Stages of Gemma 4's layers.
 
 Each branch of a layer has a norm before and a norm behind it. A dense MLP and a mixture of experts
 read the same rows, and their results are added. Letters: R rows of a chunk, D hidden size, E
@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import gelu
 
+from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.layers.attention import ALL_HEADS, SelfAttention
-from vllm.diffusion.layers.norm import unit_rms
+from vllm.diffusion.layers.gemma_rows import Scalars, add_normed, gelu_mul
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from vllm.diffusion import ops
     from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import HeadGroup, KeySource, KeyTarget
     from vllm.diffusion.layers.norm import RMSNorm
@@ -40,10 +39,12 @@ class GemmaAttention(SelfAttention):
 
     Attributes:
         out_norm: norm of the result.
+        unit_gains: [hd] ones, gains of the norm of values.
         table_columns: this layer's columns of the rotary tables.
     """
 
     out_norm: RMSNorm
+    unit_gains: Tensor
     table_columns: slice
 
     def keys_values(
@@ -83,7 +84,7 @@ class GemmaAttention(SelfAttention):
         super().project(normed, columns, out, buffers)
         if columns.stop is None:  # The last columns of the product are values.
             _, _, v = super().split(out)
-            v.copy_(unit_rms(v, self.norm.eps))
+            ops.rms_norm(v, self.unit_gains, self.norm.eps, out=v)
 
     def rotate(
         self,
@@ -101,7 +102,7 @@ class GemmaAttention(SelfAttention):
         if x.shape[0]:
             product = stages.projected(x.dtype, x.shape[1]).take(buffers, len(x))
             self.out_proj.multiply(heads.flatten(1), product, buffers)
-            x.add_(self.out_norm(product))
+            add_normed(x, product, self.out_norm)
 
     def _own_columns(self, product: Tensor) -> Tensor:
         """Return this layer's columns of a product, which has queries if it is wide enough."""
@@ -120,7 +121,7 @@ class Router(NamedTuple):
     Attributes:
         scale: [D], gain of the normed rows.
         gate: [E, D].
-        expert_scale: [E], factor of an expert's weight.
+        expert_scale: [E] fp32, factor of an expert's weight.
         num_chosen: k.
         eps: epsilon of the norm.
     """
@@ -131,17 +132,13 @@ class Router(NamedTuple):
     num_chosen: int
     eps: float
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts [R, k] of rows x [R, D], and their weights, in the dtype of x.
-
-        Of equally probable experts, the one with the lowest index is chosen.
-        """
-        rows = unit_rms(x, self.eps) * self.scale * x.shape[1] ** -0.5
-        shares = torch.softmax(rows @ self.gate.T, dim=-1, dtype=torch.float32)
-        ordered, experts = shares.sort(dim=-1, descending=True, stable=True)
-        chosen, weights = experts[:, : self.num_chosen], ordered[:, : self.num_chosen]
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        return chosen, (weights * self.expert_scale[chosen]).to(x.dtype)
+    def route(self, x: Tensor) -> ops.Routing:
+        """Choose the experts of rows x [R, D]; of equally probable ones, those of lowest index."""
+        scoring = ops.Scoring(is_normalised=True, in_fp32=True, logit_scale=x.shape[1] ** -0.5)
+        rows = ops.rms_norm(x, self.scale, self.eps)
+        return ops.route_rows(
+            rows, self.gate, self.num_chosen, None, scoring, expert_scales=self.expert_scale
+        )
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,7 @@ class GemmaFeedForward:
 
     The rows are normed before and after the dense MLP, before and after the experts, and after the
     sum of both; `norms` has this order. `w1` [E, 2I, D] has the gate's rows first; `w2` is
-    [E, D, I]. `in_block` or `in_context`, [1] each, is the factor of the residual stream after the
-    layer.
+    [E, D, I]. `scalars` are the factors of the residual stream after the layer.
     """
 
     norms: tuple[RMSNorm, RMSNorm, RMSNorm, RMSNorm, RMSNorm]
@@ -159,10 +155,9 @@ class GemmaFeedForward:
     down_proj: ops.Projection
     width: int
     router: Router
-    w1: Tensor
-    w2: Tensor
-    in_block: Tensor
-    in_context: Tensor
+    w1: ops.ExpertWeights
+    w2: ops.ExpertWeights
+    scalars: Scalars
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -179,16 +174,21 @@ class GemmaFeedForward:
             return
         before_dense, behind_dense, before_experts, behind_experts, behind = self.norms
         with buffers.scope("feed-forward"):
-            dense = gelu_mlp(
-                before_dense(x), self.gate_up_proj, self.down_proj, self.width, buffers
+            projections = self.gate_up_proj, self.down_proj
+            dense = gelu_mlp(before_dense(x), *projections, self.width, buffers)
+            mixed = torch.zeros_like(x)
+            ops.add_experts(
+                mixed,
+                before_experts(x),
+                self.router.route(x),
+                self.w1,
+                self.w2,
+                buffers,
+                in_fp32=True,
+                is_gelu=True,
             )
-            chosen, weights = self.router.route(x)
-            mixed = gelu_experts(before_experts(x), chosen, weights, self.w1, self.w2)
-            x.add_(behind(behind_dense(dense) + behind_experts(mixed)))
-            scalar = self.in_block
-            if is_block is not None:
-                scalar = torch.where(is_block[:, None], scalar, self.in_context)
-            x.mul_(scalar)
+            branches = ((dense, behind_dense), (mixed, behind_experts))
+            add_normed(x, branches, behind, self.scalars, is_block)
 
 
 def gelu_mlp(
@@ -197,26 +197,6 @@ def gelu_mlp(
     """Return Wdown (gelu(Wgate x) * Wup x) [R, D] of rows x [R, D]; `width` is the inner width."""
     gate_up = stages.gate_up(x.dtype, 2 * width).take(buffers, len(x))
     gate_up_proj.project(x, gate_up, buffers)
-    gate, up = gate_up.chunk(2, dim=-1)
     out = torch.empty_like(x)
-    down_proj.multiply(gelu(gate, approximate="tanh") * up, out, buffers)
-    return out
-
-
-def gelu_experts(x: Tensor, chosen: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Return the weighted sum [R, D] of the chosen experts of rows x [R, D], with gelu.
-
-    Args:
-        x: the rows.
-        chosen: [R, k] int64, the experts of every row.
-        weights: [R, k], their weights.
-        w1: [E, 2I, D], the gate's rows first.
-        w2: [E, D, I].
-    """
-    out = torch.zeros_like(x)
-    for expert in range(len(w1)):
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (x[rows] @ w1[expert].T).chunk(2, dim=-1)
-        terms = (gelu(gate, approximate="tanh") * up) @ w2[expert].T
-        out.index_add_(0, rows, terms * weights[rows, places, None])
+    down_proj.multiply(gelu_mul(gate_up), out, buffers)
     return out

@@ -40,12 +40,6 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps, out=out)
 
 
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, without gains; fp32 statistics, then cast."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
-
-
 class AllHeadsRMSNorm(RMSNorm):
     """Norm of a query or key projection over all heads at once.
 

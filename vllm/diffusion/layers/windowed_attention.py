@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a sliding window and a given scale, in PyTorch, one sequence at a time.
+"""Attention with a sliding window and a given scale.
 
 Rows of a causal context read the keys of a window that ends with their own. All rows of a block
 that is denoised behind the context read the whole block, and the window that ends before it.
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+from vllm.diffusion.layers.split_attention import can_split, split_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +34,13 @@ def attend_in_window(
 ) -> Tensor:
     """Compute softmax(scale q k^T) v of every sequence.
 
+    Where `split_attention` cannot serve, PyTorch computes one sequence at a time.
+
     Args:
         q: [R, H, hd].
         k, v: [N, KV, hd], KV dividing H; rows may be strided.
-        layout: the sequences, with spans on the host. Rows of a context lie on a grid of blocks of
-            one position.
+        layout: the sequences. Rows of a context lie on a grid of blocks of one position, unless
+            there is only one. PyTorch requires spans on the host.
         out: [R, H, hd], written.
         scale: factor of the products of queries and keys.
         window: number of keys that a row of the context reads, its own included; 0 for all.
@@ -44,6 +48,11 @@ def attend_in_window(
     Returns:
         [R, H, hd] contiguous; `out` if given.
     """
+    if can_split(q.dtype, q.shape[2], q.device):
+        if window and layout.firsts is None:  # there are only single rows of contexts
+            nothing = torch.zeros_like(layout.key_counts)
+            layout = layout._replace(block_lengths=nothing, firsts=layout.key_counts - 1)
+        return split_attention(q, k, v, layout, out, scale=scale, window=window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     assert layout.spans is not None  # no graph contains this
     for span in layout.spans:

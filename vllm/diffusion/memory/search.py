@@ -14,6 +14,7 @@ from bisect import bisect_right
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.memory.cost import TILE_ROWS, Costs, even_chunk
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, RowBytes
@@ -32,7 +33,8 @@ MIN_CHUNK_ROWS = 16
 # does.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
-LOGITS_CHUNK_BYTES = 256 << 20  # larger chunks of rows would not be faster
+# Larger chunks of rows would not be faster. Copies of the logits may take double the bytes.
+LOGITS_CHUNK_BYTES = 256 << 20
 WORTH_DIVIDING = 0.8  # maximum share of one rank's time for which dividing rows pays
 MAX_MIN_ROWS = 65_536  # ranks always divide more rows than this
 
@@ -145,9 +147,9 @@ class PlanSearch:
     ) -> None:
         self._budget_bytes = budget_bytes
         self._costs = Costs(shape, rates)
-        self._max_logits_rows = max(
-            LOGITS_CHUNK_BYTES // (shape.num_columns * shape.element_bytes), 1
-        )
+        logits_bytes = shape.num_columns * shape.element_bytes
+        all_bytes = max(3 * logits_bytes, logits_bytes + row_bytes(shape.head))
+        self._max_logits_rows = max(3 * LOGITS_CHUNK_BYTES // all_bytes, 1)
         self._shards, self._min_rows, self._unit = shards, min_rows, shape.row_unit
         # Layouts for steps with chunks, by the number of ranks that divide the rows: from the
         # layout with the least computation to the layout with the least memory.

@@ -177,6 +177,7 @@ class StepShape(NamedTuple):
         kept_keys: number of keys of the longest sequence with cached keys.
         keeps: whether the step writes keys and values to the cache.
         fp8_attention: whether attention is fp8.
+        adapts: whether some rows have a LoRA adapter.
     """
 
     rows: int
@@ -186,6 +187,7 @@ class StepShape(NamedTuple):
     kept_keys: int = 0
     keeps: bool = False
     fp8_attention: bool = False
+    adapts: bool = False
 
     def share(self, count: int) -> StepShape:
         """Return the part of one of `count` ranks: its rows, but all keys of its heads."""

@@ -25,7 +25,8 @@ def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
     Raises:
         ServerConfigError: the model multiplies quantised rows.
     """
-    adapted = model.adapting = AdaptedRows()
+    device = model.rotary_frequencies.device
+    adapted = model.adapting = AdaptedRows(slots.num_slots, device)
 
     def wrapped(base: ops.Projection, path: str, columns: int) -> ops.Projection:
         product = slots.products.get(path)

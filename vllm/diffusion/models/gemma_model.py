@@ -13,10 +13,12 @@ from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import CheckpointError
+from vllm.diffusion.layers.gemma_rows import Scalars, soft_cap
 from vllm.diffusion.layers.gemma_stages import GemmaAttention, GemmaFeedForward, Router, gelu_mlp
-from vllm.diffusion.layers.norm import RMSNorm, unit_rms
+from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies
+from vllm.diffusion.layers.split_attention import can_split
 from vllm.diffusion.layers.windowed_attention import attend_in_window
 from vllm.diffusion.models.diffusion_gemma import FULL, SLIDING, DiffusionGemmaConfig
 from vllm.diffusion.models.expert_matrices import expert_matrices
@@ -84,10 +86,9 @@ class GemmaLayer(DiffusionLayer):
             ops.projection_of(self.dense.down_proj),
             self.dense.down_proj.input_size_per_partition,
             self.router.stage(),
-            self.experts.w1.weight.data,
-            self.experts.w2.weight.data,
-            self.in_block.layer_scalar.data,
-            self.in_context.layer_scalar.data,
+            self.experts.w1.matrices,
+            self.experts.w2.matrices,
+            Scalars(self.in_block.layer_scalar.data, self.in_context.layer_scalar.data),
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:
@@ -133,12 +134,13 @@ class GemmaAttentionWeights(AttentionWeights):
 
     def stage(self, norm: RMSNorm) -> GemmaAttention:
         """Create the stages over these weights, after they are loaded."""
-        assert self.out_norm is not None
+        assert self.out_norm is not None and self.q_norm is not None
         plain = super().stage(norm)
         return GemmaAttention(
             **{name: value for name, value in vars(plain).items() if name != "kernel"},
             kernel=functools.partial(attend_in_window, scale=1.0, window=self.window),
             out_norm=self.out_norm,
+            unit_gains=torch.ones_like(self.q_norm.weight.data),
             table_columns=self.table_columns,
         )
 
@@ -155,7 +157,9 @@ class GemmaRouter(nn.Module):
         )
         num_experts, width = self.shape
         self.scale = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.per_expert_scale = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+        # fp32, because weights of experts are fp32
+        expert_scale = torch.empty(num_experts, dtype=torch.float32)
+        self.per_expert_scale = nn.Parameter(expert_scale, requires_grad=False)
 
     def stage(self) -> Router:
         """Return the choice of experts with these weights, after they are loaded."""
@@ -195,24 +199,20 @@ class GemmaExperts(nn.Module):
 class SelfConditioning(nn.Module):
     """MLP that adds the expected embedding of the previous step to the rows of a block."""
 
+    unit_gains: Tensor
+
     def __init__(self, config: DiffusionGemmaConfig, prefix: str) -> None:
         super().__init__()
         self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DenseMLP(config, None, prefix, config.intermediate_size)
-        self.eps = config.rms_norm_eps
+        self.register_buffer("unit_gains", torch.ones(config.hidden_size), persistent=False)
 
-    def add_to(self, x: Tensor, soft: Tensor | None) -> None:
-        """Add the MLP of `soft` [R, D] to embeddings x [R, D], in place, and norm the sum.
-
-        Without `soft`, only the norm remains.
-        """
-        if soft is not None:
-            gate_up, down = (
-                ops.projection_of(p) for p in (self.mlp.gate_up_proj, self.mlp.down_proj)
-            )
-            width = self.mlp.down_proj.input_size_per_partition
-            x.add_(gelu_mlp(self.pre_norm(soft), gate_up, down, width, FreshBuffers(x.device)))
-        x.copy_(unit_rms(x, self.eps))
+    def conditioned(self, x: Tensor, soft: Tensor) -> Tensor:
+        """Return the norm of embeddings x [R, D] plus the MLP of `soft` [R, D]."""
+        gate_up, down = (ops.projection_of(p) for p in (self.mlp.gate_up_proj, self.mlp.down_proj))
+        width = self.mlp.down_proj.input_size_per_partition
+        signal = gelu_mlp(self.pre_norm(soft), gate_up, down, width, FreshBuffers(x.device))
+        return ops.rms_norm(signal.add_(x), self.unit_gains, self.pre_norm.eps)
 
     def destinations(self, path: str, stored: str) -> dict[str, Destination]:
         """Return the destinations of the modules of a checkpoint below `stored`."""
@@ -238,6 +238,8 @@ class GemmaModel(UpstreamModel):
         self.num_kv_heads, self.head_dim = config.cache_heads
         self.self_conditioning = SelfConditioning(config, "self_conditioning")
         self.cap: float = config.final_logit_softcapping
+        self._captured_soft: Tensor | None = None
+        self._soft: Tensor
         for layer in self.layers:
             layer.self_attn.out_norm = layer.get_submodule(_NORMS[1])
 
@@ -272,12 +274,10 @@ class GemmaModel(UpstreamModel):
         return Rotary(cos, sin)
 
     def can_be_captured(self, device: torch.device) -> bool:
-        """Return False, because attention in windows reads the spans on the host."""
-        return False
+        return self.reads_pages(device)
 
     def reads_pages(self, device: torch.device) -> bool:
-        """Return False, because attention in windows copies keys out of their pages."""
-        return False
+        return all(can_split(self.dtype, width, device) for width in self.widths)
 
     def embed(self, ids: Tensor, out: Tensor) -> Tensor:
         return super().embed(ids, out).mul_(self.embedding_scale)
@@ -287,21 +287,32 @@ class GemmaModel(UpstreamModel):
         """Factor of embeddings: the root of the width, rounded to the model dtype."""
         return float(torch.tensor(self.hidden_size**0.5, dtype=self.dtype))
 
-    def condition(self, x: Tensor, soft: Tensor | None) -> None:
-        """Add self-conditioning to the embeddings x [R, D] of a block's rows, in place.
+    def soft_rows(self, num_rows: int, captured_rows: int) -> Tensor:
+        """Return memory [num_rows, D] for the expected embeddings of the next step's rows.
 
-        Args:
-            x: the embeddings.
-            soft: [R, D], expected embeddings, from `expected_embeddings` in the previous step; None
-                in the first step.
+        Rows of a block have the result of `expected_embeddings` in the previous step, and zeros in
+        the first step. Other rows are not read. Up to `captured_rows`, which graphs may compute,
+        the address stays the same.
         """
-        self.self_conditioning.add_to(x, soft)
+        if self._captured_soft is None:
+            weight = self.model.norm.weight
+            self._captured_soft = weight.new_empty(captured_rows, self.hidden_size)
+        self._soft = self._captured_soft
+        if num_rows > captured_rows:
+            self._soft = self._captured_soft.new_empty(num_rows, self.hidden_size)
+        return self._soft[:num_rows]
+
+    def condition(self, x: Tensor, is_block: Tensor) -> None:
+        """Add self-conditioning to the embeddings x [T, D] of rows in blocks, in place."""
+        conditioned = self.self_conditioning.conditioned(x, self._soft[: len(x)])
+        torch.where(is_block[:, None], conditioned, x, out=x)
 
     def expected_embeddings(self, logits: Tensor) -> Tensor:
         """Return the embeddings [R, D] that the distributions of logits [R, V] fp32 expect."""
         table = self.model.embed_tokens.weight[: self.vocab_size]
-        shares = torch.softmax(logits.to(table.dtype), dim=-1, dtype=torch.float32)
-        return torch.mul(shares.to(table.dtype) @ table, self.embedding_scale)
+        # 16-bit softmax computes in fp32 and rounds its result.
+        expected: Tensor = torch.softmax(logits.to(table.dtype), dim=-1) @ table
+        return expected.mul_(self.embedding_scale)
 
     @property
     def head_matrix(self) -> Tensor | None:
@@ -310,12 +321,13 @@ class GemmaModel(UpstreamModel):
 
     def compute_logits(self, hidden_states: Tensor, buffers: Buffers | None = None) -> Tensor:
         """Compute logits [R, V] fp32; see `DiffusionModel` for the arguments."""
-        logits = super().compute_logits(hidden_states, buffers)
-        (capped,) = stages.capped(self.num_columns)
         if buffers is not None:
-            capped.expect(buffers, len(logits))
-        cap = self.cap
-        return logits.float().div_(cap).tanh_().mul_(cap)
+            for buffer in stages.capped(self.dtype, self.num_columns):
+                buffer.expect(buffers, len(hidden_states))
+        matrix = self.head.matrix(slice(0, self.num_columns))
+        if matrix is not None and hidden_states.is_cuda and hidden_states.dtype != torch.float32:
+            return soft_cap(torch.mm(hidden_states, matrix.t(), out_dtype=torch.float32), self.cap)
+        return soft_cap(super().compute_logits(hidden_states, buffers).float(), self.cap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         assert isinstance(self.config, DiffusionGemmaConfig)

@@ -2,6 +2,16 @@
 """Operations of the engine: the only access to the native packages and to upstream's weights."""
 
 from flash_sample import Filters, Rows, Sampled, Score
+from gather_gemm import (
+    LowRank,
+    Piece,
+    Tiles,
+    expand,
+    gated_expand,
+    low_rank_tile,
+    max_tiles,
+    shrink,
+)
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy, without_columns
 from vllm.diffusion.ops.experts import (
@@ -25,6 +35,7 @@ from vllm.diffusion.ops.kinds import (
     use_scheme,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
+from vllm.diffusion.ops.low_rank import NO_TILE, split_bytes, take_low, tile_table
 from vllm.diffusion.ops.named_tokens import logprobs_and_entropies, token_logprobs
 from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
@@ -68,6 +79,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 __all__ = [
     "ATTENTION_PAGE",
     "MAX_HEAD_COLUMNS",
+    "NO_TILE",
     "SOFTMAX",
     "Array",
     "Attended",
@@ -80,10 +92,12 @@ __all__ = [
     "GraphInputs",
     "HostCopy",
     "Kept",
+    "LowRank",
     "OrderedProjection",
     "Packed",
     "PackedExperts",
     "PackedProjection",
+    "Piece",
     "PlainProjection",
     "Projection",
     "ProjectionKind",
@@ -96,6 +110,7 @@ __all__ = [
     "Score",
     "Scoring",
     "StreamedParameter",
+    "Tiles",
     "WeightSpec",
     "Workspace",
     "add_experts",
@@ -105,6 +120,8 @@ __all__ = [
     "candidates",
     "embed_rows",
     "empty_packed",
+    "expand",
+    "gated_expand",
     "gather_columns",
     "has_attention",
     "join_ranks",
@@ -113,6 +130,8 @@ __all__ = [
     "kind_of_head",
     "kinds_of",
     "logprobs_and_entropies",
+    "low_rank_tile",
+    "max_tiles",
     "most_likely",
     "most_likely_in_head",
     "negative_entropy",
@@ -128,9 +147,13 @@ __all__ = [
     "rotary_tables",
     "route_rows",
     "samples_in_head",
+    "shrink",
     "silu_mul",
+    "split_bytes",
     "store_keys_values",
+    "take_low",
     "tensor_parallel",
+    "tile_table",
     "to_device",
     "token_logprobs",
     "use_scheme",

@@ -10,7 +10,7 @@ unpacked first, into memory that all layers share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -48,6 +48,7 @@ def route_rows(
     scoring: Scoring = SOFTMAX,
     *,
     has_shared: bool = False,
+    expert_scales: Tensor | None = None,
 ) -> Routing:
     """Choose experts for each row by the logits ``x @ gate.T``.
 
@@ -59,14 +60,15 @@ def route_rows(
         scoring: conversion of logits to a choice and weights; with windows, the first row begins a
             window.
         has_shared: whether all rows have one more expert, see `Routing`.
+        expert_scales: [E] fp32, factors of the weights of each expert, applied last.
     """
-    is_compiled = dispatch.routes_compiled(len(x), len(gate)) and not has_shared
-    if is_compiled and not scoring.window and fused_ops.has_router(x, gate):
+    is_compiled = dispatch.routes_compiled(len(x), len(gate)) and scoring.is_compiled
+    is_compiled = is_compiled and not has_shared and expert_scales is None
+    if is_compiled and fused_ops.has_router(x, gate):
         return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring.of_rows()))
     in_parts = dispatch.routes_in_parts(len(x), dispatch.card_of(x.device))
-    return gather_gemm.route_rows(
-        x, gate, num_chosen, bias, scoring, has_shared=has_shared, in_parts=in_parts
-    )
+    options: Any = {"has_shared": has_shared, "in_parts": in_parts, "expert_scales": expert_scales}
+    return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring, **options)
 
 
 class DenseExperts(NamedTuple):
@@ -129,15 +131,20 @@ def _matrices(weights: ExpertWeights, like: Tensor) -> DenseExperts:
     )
 
 
-def gated_products(x: Tensor, w1: DenseExperts, routing: Routing) -> Tensor:
-    """Compute silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D]."""
+def gated_products(
+    x: Tensor, w1: DenseExperts, routing: Routing, *, is_gelu: bool = False
+) -> Tensor:
+    """Compute silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D].
+
+    With `is_gelu`, gelu in its tanh form takes the place of silu.
+    """
     (matrices, scales), (weights, slots, ends) = w1, routing
     rows = _rows_for(w1, x)
     args = slots, weights.shape[1], matrices, ends, scales
     streams = scales is not None or dispatch.streams_gated(len(slots), len(matrices))
     if streams and fused_ops.has_grouped_gemm(rows, matrices):
-        return fused_ops.gated_gemm(rows, *args)
-    return gather_gemm.gated_gemm(_widened(rows, x), *args)
+        return fused_ops.gated_gemm(rows, *args, is_gelu=is_gelu)
+    return gather_gemm.gated_gemm(_widened(rows, x), *args, is_gelu=is_gelu)
 
 
 def weighted_terms(
@@ -199,6 +206,7 @@ def add_experts(
     addend: Tensor | None = None,
     in_fp32: bool = False,
     has_shared: bool = False,
+    is_gelu: bool = False,
 ) -> None:
     """Add, in place, the sum of weight * expert(normed) over the chosen experts to x.
 
@@ -215,9 +223,10 @@ def add_experts(
         addend: [R, D], model dtype, contiguous: this rank's part of an addend of that sum.
         in_fp32: whether terms are weighted by fp32 weights, added in fp32, and rounded once.
         has_shared: whether the addend is the last term, from a shared expert.
+        is_gelu: whether experts have gelu in its tanh form instead of silu.
     """
     weights = routing.weights
-    inner = gated_products(normed, _matrices(w1, x), routing)
+    inner = gated_products(normed, _matrices(w1, x), routing, is_gelu=is_gelu)
     is_constant = isinstance(w2, DenseExperts)
     second = _matrices(w2, x)
     terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_constant)

@@ -90,6 +90,12 @@ class RowGroup:
         return self.adjust is not None or wants_logprobs
 
     @property
+    def is_adjusted_in_place(self) -> bool:
+        """Whether a launch follows the rule's change of the logits, and neither copies them."""
+        wants_others = self.params.has_filters or self.params.has_extras
+        return self.scoring.adjusts_first and not wants_others and self.token_ids is None
+
+    @property
     def forbidden(self) -> tuple[int, ...]:
         """Token ids that must not be proposed."""
         never, mask_id = self.params.never_ids, self.params.mask_id

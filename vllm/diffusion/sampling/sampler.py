@@ -151,6 +151,8 @@ def _draw(
             return Samples.of(samples)
         traced = candidate_logprobs(logits, run, samples, model.vocab_start, model.vocab_size)
         return Samples.of(samples, [traced])
+    if lead.is_adjusted_in_place:
+        return sample_alone(logits, lead, model)
     # All other groups copy their logits, so they are sampled a few rows at a time.
     pieces = pieces_of(len(logits), _rows_at_a_time(model, BYTES_OF_COPIES))
     return Samples.joined([sample_alone(logits[rows], lead.piece(rows), model) for rows in pieces])

@@ -152,6 +152,8 @@ def gated_gemm(
     weight: Tensor,
     ends: Tensor,
     weight_scales: Tensor | None = None,
+    *,
+    is_gelu: bool = False,
 ) -> Tensor:
     """Compute silu(gate) * up of the products of gathered rows with their groups' matrices.
 
@@ -163,6 +165,7 @@ def gated_gemm(
         ends: int32 [E], the end of each group's rows: non-decreasing, the last one S. Not checked.
         weight_scales: [E, 2I] fp32, for an fp8 weight. Products are multiplied by these and by the
             scales of x before they are rounded.
+        is_gelu: whether gelu in its tanh form takes the place of silu.
 
     Returns:
         [S, I] bf16, in the order of ``slots``: both products are rounded, then silu, and then
@@ -178,7 +181,7 @@ def gated_gemm(
     check_vector(name, "slots", slots, (torch.int32,), (num_slots,), values.device)
     out = values.new_empty(num_slots, weight.shape[1] // 2, dtype=torch.bfloat16)
     operands = values, scales, weight, weight_scales
-    _launch_groups(operands, ends, slots, None, out, num_chosen=num_chosen)
+    _launch_groups(operands, ends, slots, None, out, num_chosen=num_chosen, is_gelu=is_gelu)
     return out
 
 
@@ -264,6 +267,7 @@ def _launch_groups(
     *,
     num_chosen: int | None = None,
     is_early: bool = False,
+    is_gelu: bool = False,
 ) -> None:
     """Enqueue the product of x and weight, both with scales if they have any.
 
@@ -294,4 +298,5 @@ def _launch_groups(
         num_chosen=num_chosen or 1,
         num_blocks=hopper_multiprocessors(x.device.index),
         early=is_early,
+        is_gelu=is_gelu,
     )

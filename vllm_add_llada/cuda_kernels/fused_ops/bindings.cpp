@@ -175,7 +175,7 @@ void bind_products(Module& module) {
                     FIELD(x_scales), FIELD(weight_scales), FIELD(ends), FIELD(slots), FIELD(scales),
                     FIELD(out), FIELD(x_stride), FIELD(weight_stride), FIELD(num_rows),
                     FIELD(num_groups), FIELD(num_columns), FIELD(depth), FIELD(num_chosen),
-                    FIELD(num_blocks), FIELD(early));
+                    FIELD(num_blocks), FIELD(early), FIELD(is_gelu));
   }
   {
     using P = RouterParams;

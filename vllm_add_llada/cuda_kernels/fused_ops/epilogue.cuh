@@ -44,11 +44,19 @@ __device__ inline float2 rounded(float2 value) {
   return __bfloat1622float2(__float22bfloat162_rn(value));
 }
 
-__device__ inline float silu(float x) {
+// x times the sigmoid of `inner`.
+__device__ inline float times_sigmoid(float x, float inner) {
   float power, quotient;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));  // -log2(e)
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(inner * -1.4426950408889634f));  // -log2(e)
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + power));
   return x * quotient;
+}
+
+__device__ inline float silu(float x) { return times_sigmoid(x, x); }
+
+// gelu in its tanh form: (1 + tanh(z)) / 2 is the sigmoid of 2z, with z = sqrt(2 / pi) (x + c x^3).
+__device__ inline float gelu(float x) {
+  return times_sigmoid(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
 // silu(gate) * up of bf16 numbers, rounded like PyTorch's separate operations: silu here, the
@@ -61,6 +69,14 @@ __device__ inline float2 silu_mul_of_rounded(float2 gate, float2 up) {
 // The same for sums, which are first rounded to bf16.
 __device__ inline float2 silu_mul(float2 gate, float2 up) {
   return silu_mul_of_rounded(rounded(gate), rounded(up));
+}
+
+// gelu(gate) * up for sums, rounded in the same way.
+__device__ inline float2 gelu_mul(float2 gate, float2 up) {
+  gate = rounded(gate);
+  gate = rounded(make_float2(gelu(gate.x), gelu(gate.y)));
+  up = rounded(up);
+  return make_float2(gate.x * up.x, gate.y * up.y);
 }
 
 // The destination of sums.

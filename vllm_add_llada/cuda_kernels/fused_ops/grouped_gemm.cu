@@ -55,7 +55,7 @@ struct KernelParams {
   __nv_bfloat16* out;
   int64_t x_stride;  // bytes
   int num_groups, num_columns, num_steps, num_chosen;
-  bool early;
+  bool early, is_gelu;
   uint64_t weight_hint;
 };
 
@@ -313,7 +313,8 @@ __device__ void store(const Target<kIsGated, kWidth>& target, const Tile& tile,
         float2 values = make_float2(sums[eight * 2], sums[eight * 2 + 1]);
         if constexpr (kIsGated) {
           const float* ups = &total[1][row / 2 + eight * 2];
-          values = silu_mul(values, make_float2(ups[0], ups[1]));
+          const float2 up = make_float2(ups[0], ups[1]);
+          values = params.is_gelu ? gelu_mul(values, up) : silu_mul(values, up);
         }
         pairs[eight] = as_bits(__float22bfloat162_rn(values));
       }
@@ -477,6 +478,7 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
                                    params.depth / depth,
                                    params.num_chosen,
                                    params.early,
+                                   params.is_gelu,
                                    fills_cache ? kEvictNormal : kEvictFirst};
   const Launch launch{params.num_blocks, kThreads, stream, /*overlaps=*/true, Sizes::shared_bytes};
   return launch_kernel(grouped_gemm_kernel<kIsFp8, kIsGated>, launch, weight, kernel_params);

@@ -25,6 +25,7 @@ struct GroupedGemmParams {
   int num_chosen;  // slots per row of x, for a gated product
   int num_blocks;  // one for each multiprocessor
   bool early;      // read ends and weight while the kernel before this one ends
+  bool is_gelu;    // gelu in its tanh form instead of silu
 };
 
 // Gated: out[i] = silu(x[slots[i] / num_chosen] gate[g]^T) * (x[the same] up[g]^T), bf16, for the

@@ -7,12 +7,13 @@ The runner announces which slot each request's rows use; everything else is in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm.diffusion.adapters.adapted_rows import AdaptedRows, StepSlots
+from vllm.diffusion.adapters.adapted_rows import StepSlots
 from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
 from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
 from vllm.diffusion.adapters.matrices import Shard
@@ -30,7 +31,7 @@ from vllm.distributed import (
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         DiffusionSchedulerOutput,
         NewCanvas,
     )
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
@@ -70,7 +72,9 @@ class AdaptingRunner(DiffusionModelRunner):
     ) -> None:
         super().__init__(*args, **options)
         self.adapters, self.reader = adapters, reader
-        self.adapted = AdaptedRows() if self.model.adapting is None else self.model.adapting
+        assert self.model.adapting is not None
+        self.adapted = self.model.adapting
+        self._rehearses = False
         self.forward = AdaptingForward(self)
         self.join(AdapterGuest)
 
@@ -78,16 +82,34 @@ class AdaptingRunner(DiffusionModelRunner):
         self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
         work = super().chunks(rows, plan, host, body)
-        return self.adapted.computing(self.slots_of(rows.batch), work)
+        return self.adapted.computing(rows.batch.slots or StepSlots(), work)
 
-    def slots_of(self, batch: StepBatch) -> StepSlots:
-        """Return the slots that the rows of a step use."""
-        slots = [self.adapters.slot_of_request(item.req_id) for item in batch.items]
-        if not any(slot is not None for slot in slots):
-            return StepSlots(tuple(slots))
+    def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
+        # Rows of one slot follow one another, so that they share tiles.
+        if all(self._slot_of(item) is None for item in items):
+            return super().batch_of(items)
+        batch = super().batch_of(sorted(items, key=self._order_of))
         pairs = zip(batch.items, batch.packing.windows, strict=True)
         counts = [item.window.num_sequences * window.num_rows for item, window in pairs]
-        return StepSlots.of(slots, np.cumsum(counts).tolist())
+        slots = [self._slot_of(item) for item in batch.items]
+        return replace(batch, slots=StepSlots.of(slots, np.cumsum(counts).tolist()))
+
+    def _slot_of(self, item: BatchItem) -> int | None:
+        return 0 if self._rehearses else self.adapters.slot_of_request(item.req_id)
+
+    def _order_of(self, item: BatchItem) -> int:
+        slot = self._slot_of(item)
+        return -1 if slot is None else slot
+
+    def rehearsals(self) -> Iterator[None]:
+        yield
+        # Requests of the warm-up have no adapter. Graphs do not depend on contents, so an empty
+        # slot serves.
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
 
 class AdaptingForward(ForwardPass):
@@ -104,8 +126,7 @@ class AdaptingForward(ForwardPass):
         positions: torch.Tensor,
         hidden: torch.Tensor,
     ) -> Samples[torch.Tensor]:
-        step = self._runner.slots_of(rows.batch)
-        with self._runner.adapted.sampling(step, part.pieces):
+        with self._runner.adapted.sampling(rows.batch.slots or StepSlots(), part.pieces):
             return super().sampled(rows, part, positions, hidden)
 
 

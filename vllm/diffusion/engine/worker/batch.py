@@ -22,6 +22,7 @@ from vllm.diffusion.memory import StepShape
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.diffusion.adapters.adapted_rows import StepSlots
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.engine.step_guest import BatchItem
@@ -42,6 +43,9 @@ class StepInputs(NamedTuple, Generic[A]):
         layouts: the keys that the rows of every attend chunk read, of this step and from the store;
             then the same for the chunks of the last layer if they differ.
         num_adapter_rows: number of rows at the end that use the adapter.
+        is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
+            treat all rows alike.
+        tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
     """
 
     token_ids: A
@@ -49,6 +53,8 @@ class StepInputs(NamedTuple, Generic[A]):
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
     num_adapter_rows: int = 0
+    is_block: A | None = None
+    tiles: A | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +82,7 @@ class Packing:
         num_own: number of sequences that read keys of this step; the later sequences read cached
             keys.
         block_starts: column, as in `Span`.
+        is_block: [T] bool, as in `StepInputs`.
     """
 
     items: tuple[BatchItem, ...]
@@ -91,6 +98,7 @@ class Packing:
     first_kept: Array
     num_own: int
     block_starts: Array
+    is_block: Array | None
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -131,12 +139,14 @@ class StepBatch:
         targets: per request, the target of the forward.
         packing: layout of the rows.
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
+        slots: the slots of the requests' LoRA adapters; None without any.
     """
 
     token_ids: Array
     targets: tuple[ForwardTarget, ...]
     packing: Packing
     logit_shift: int
+    slots: StepSlots | None = None
 
     @property
     def items(self) -> tuple[BatchItem, ...]:
@@ -170,6 +180,7 @@ class StepBatch:
             kept_keys=self.packing.kept_keys,
             keeps=self.slot_mapping.size > 0,
             fp8_attention=len(self.items) == 1 and self.items[0].window.has_fp8_attention,
+            adapts=self.slots is not None,
         )
 
     @cached_property
@@ -201,8 +212,15 @@ class StepBatch:
         A chunk consists of ranges of rows of the batch, in ascending order.
         """
         layouts = tuple([self.layouts(*chunk) for chunk in attend_chunks])
-        tokens_and_positions = self.token_ids[rows], self.positions[rows]
-        return StepInputs(*tokens_and_positions, self.slot_mapping, layouts, self.num_adapter_rows)
+        is_block = self.packing.is_block
+        return StepInputs(
+            self.token_ids[rows],
+            self.positions[rows],
+            self.slot_mapping,
+            layouts,
+            self.num_adapter_rows,
+            None if is_block is None else is_block[rows],
+        )
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
         """Return the keys that a chunk of rows reads; a chunk is as in `inputs`."""
@@ -215,7 +233,9 @@ class StepBatch:
             if last is sequence and last.block_length == 0:  # all its rows read the same keys
                 runs[-1] = runs[-1]._replace(q_end=runs[-1].q_end + end - start)
                 continue
-            last, first = sequence, sequence.first + start - sequence.q_start
+            last, first = sequence, sequence.first
+            if sequence.block_length:
+                first += start - sequence.q_start
             runs.append(sequence._replace(q_start=start, q_end=end, first=first))
         return lay_out(runs, self.packing.pages)
 
@@ -287,6 +307,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         first_kept=first_kept,
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
         block_starts=block_starts,
+        is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
     )
 
 

@@ -6,11 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vllm.diffusion import ops
 from vllm.diffusion.decoding.entropy_bound import EntropyBound
 from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.step_times import ROW_BUCKETS
 from vllm.diffusion.models.gemma_model import GemmaModel
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
-    from vllm.diffusion.engine.worker.forward import Marks
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 
 
@@ -34,7 +31,6 @@ class ExpectedEmbeddings(StepGuest):
         super().__init__(runner)
         # [L, D] by request, and by the step that they condition.
         self._states: dict[str, dict[int, Tensor]] = {}
-        runner.forward.condition = self.condition
 
     def started(self, canvas: Canvas, new: NewCanvas) -> None:
         if isinstance(canvas.rule, EntropyBound):
@@ -43,18 +39,17 @@ class ExpectedEmbeddings(StepGuest):
     def removed(self, req_id: str) -> None:
         self._states.pop(req_id, None)
 
-    def condition(self, batch: StepBatch, x: Tensor) -> Marks:
-        """Condition the embeddings x [T, D] of a step; return whether each row is of a block."""
-        for item, target, sequences in zip(
+    def launching(self, batch: StepBatch) -> None:
+        soft = self._model.soft_rows(batch.num_rows, ROW_BUCKETS[-1])
+        for item, target, (*_, block) in zip(
             batch.items, batch.targets, batch.packing.of_requests, strict=True
         ):
             if target.eligible.size:
-                span = sequences[0]
-                self._model.condition(x[span.q_start : span.q_end], self._state(item))
-        packing = batch.packing
-        is_block = np.repeat(packing.block_starts >= 0, np.diff(packing.ends, prepend=0))
-        marks: Marks = ops.to_device((is_block,), x.device)
-        return marks
+                rows, state = soft[block.q_start : block.q_end], self._state(item)
+                if state is None:
+                    rows.zero_()
+                else:
+                    rows.copy_(state)
 
     @property
     def _model(self) -> GemmaModel:

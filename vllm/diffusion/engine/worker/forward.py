@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -29,7 +28,7 @@ from vllm.diffusion.memory import chunks
 from vllm.diffusion.sampling import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -48,7 +47,6 @@ _ALL = slice(None)
 T = TypeVar("T")
 # Work that stops before every chunk and yields the predicted seconds of the chunk.
 Chunked: TypeAlias = Generator[float, None, T]
-Marks: TypeAlias = "Sequence[Tensor]"
 
 
 class BodyOutputs(NamedTuple):
@@ -80,8 +78,6 @@ class ForwardPass:
     Attributes:
         note_first: receives a part of a step and its hidden states [r, D], which other requests may
             need; None if no request shares its prompt.
-        condition: changes the embeddings [T, D] of a step, and returns tensors with an entry per
-            row for the feed-forward stages; None for most models.
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class ForwardPass:
     ) -> None:
         self.model, self.pool, self.caches, self.ranks = model, pool, caches, ranks
         self.note_first: Callable[[StepBatch, SamplePart[Array], Tensor], None] | None = None
-        self.condition: Callable[[StepBatch, Tensor], Marks] | None = None
 
     def run(self, rows: SampleRows, plan: Plan, body: BodyOutputs | None = None) -> Chunked[Tensor]:
         """Compute a step chunk by chunk and return the table of its samples.
@@ -116,7 +111,6 @@ class ForwardPass:
                 body = yield from run_body(
                     *(model, inputs, plan, pool, pool, caches),
                     to_the_end=model.routes_windows,
-                    condition=None if self.condition is None else partial(self.condition, batch),
                 )
             sampled = []
             with closing(run_last_layer(model, body, samples, pool, caches)) as hidden:
@@ -166,17 +160,18 @@ def run_body(
     caches: PageStore,
     *,
     to_the_end: bool = False,
-    condition: Callable[[Tensor], Marks] | None = None,
 ) -> Chunked[BodyOutputs]:
     """Run all layers on all rows, except the stages after the keys and values of the last layer.
 
     `residents` holds buffers that live from stage to stage, `scratch` buffers of a single stage.
-    With `to_the_end` the last layer runs all its stages, too. `condition` is that of `ForwardPass`.
+    With `to_the_end` the last layer runs all its stages, too.
     """
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (buffer,) = stages.residual(model.dtype, model.hidden_size)
     whole = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
-    marks = () if condition is None else condition(whole)
+    marks = () if inputs.is_block is None else (inputs.is_block,)
+    if marks:
+        model.condition(whole, *marks)
     x = whole if model.adapting is None else model.adapting.watch(whole)
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
     num_heads = model.num_heads if plan.layout.keep_queries else 0

@@ -140,8 +140,6 @@ def why_no_graphs(model: DiffusionModel, device: torch.device, *, is_eager: bool
     """Return why the layers run without CUDA graphs; None if they run with graphs."""
     if device.type != "cuda":
         return "none (no GPU)"
-    if model.adapting is not None:
-        return "none (--enable-lora)"
     if is_eager:
         return "none (--enforce-eager)"
     if not envs.use_chunkwise_graph():

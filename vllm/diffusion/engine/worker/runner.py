@@ -37,7 +37,7 @@ from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit
@@ -195,6 +195,8 @@ class DiffusionModelRunner:
         # Planning moved cached keys, so the page table in the batch is stale.
         if self.caches.layout_version != version:
             batch = self.batch_of(items)
+        for guest in self.guests:
+            guest.launching(batch)
         return batch, plan, planner_us
 
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
@@ -212,6 +214,10 @@ class DiffusionModelRunner:
             free_bytes = self.planner.budget_bytes - self.account.kept_bytes
             self._log.plan(batch.num_rows, plan, free_bytes)
         return plan, 1e6 * (time.perf_counter() - started)
+
+    def rehearsals(self) -> Iterator[None]:
+        """Yield once for each kind of step that the warm-up must run, set up until the next."""
+        yield
 
     # ---- requests ----
 

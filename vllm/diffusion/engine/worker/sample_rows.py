@@ -68,13 +68,18 @@ class SampleRows:
     batch: StepBatch
 
     def parts(self, rows_per_part: int) -> Iterator[SamplePart[Array]]:
-        """Yield the sample rows in parts of at most `rows_per_part`, but at least one position."""
+        """Yield the sample rows in parts of at most `rows_per_part`, but at least one position.
+
+        The rows of a request are in the same part if they fit.
+        """
         part = _PartBuilder(self.batch)
         for number, target in enumerate(self.batch.targets):
             done, weight = 0, self.batch.items[number].window.num_sequences
             while done < target.eligible.size:
                 room = (rows_per_part - part.num_rows) // weight
-                if room < 1 and part.num_rows:
+                left = target.eligible.size - done
+                is_cut = room < left and left * weight <= rows_per_part
+                if (room < 1 or is_cut) and part.num_rows:
                     yield part.finish()
                     part = _PartBuilder(self.batch)
                     continue
@@ -252,7 +257,7 @@ def _runs(sequence: Span, positions: Array) -> list[Span]:
     """
     start, stop, block_length, in_pages = *sequence[2:5], sequence.in_pages
     if not block_length:
-        return [sequence._replace(q_start=0, q_end=positions.size, first=0)]
+        return [sequence._replace(q_start=0, q_end=positions.size)]
     runs = []
     while positions.size:
         end = (int(positions[0]) // block_length + 1) * block_length

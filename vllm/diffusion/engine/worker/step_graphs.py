@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,7 @@ from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
@@ -45,8 +47,11 @@ MAX_WINDOW_ROWS = 1024
 ENDED_ROWS = 128  # maximum rows of buckets in which all rows go through the last layer
 # Maximum rows of timed steps. More rows take longer on any card, so drafts save nothing.
 MAX_TIMED_ROWS = 512
+# Numbers of blocks of the buckets in families whose blocks stay open as a whole.
+_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Maximum sequences of a bucket; every program of attention counts them.
 MAX_SEQUENCES = 256
+_ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
 
 
 class Bucket(NamedTuple):
@@ -56,11 +61,13 @@ class Bucket(NamedTuple):
         rows: maximum number of rows.
         sequences: maximum number of sequences, without the padding sequence.
         is_cached: whether all rows belong to windows with cached keys; otherwise no row does.
+        tiles: maximum number of tiles of rows with LoRA adapters; 0 for a graph without adapters.
     """
 
     rows: int
     sequences: int
     is_cached: bool
+    tiles: int = 0
 
     @property
     def is_ended(self) -> bool:
@@ -68,7 +75,12 @@ class Bucket(NamedTuple):
         return self.rows <= ENDED_ROWS
 
     def inputs(
-        self, pages: PageTable | None, max_keys: int, *, has_blocks: bool
+        self,
+        pages: PageTable | None,
+        max_keys: int,
+        *,
+        has_blocks: bool,
+        marks_blocks: bool = False,
     ) -> StepInputs[Array]:
         """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
 
@@ -76,6 +88,7 @@ class Bucket(NamedTuple):
             pages: page table of the cached keys that the rows read; None if they read none.
             max_keys: maximum number of keys of a sequence.
             has_blocks: whether sequences may be on grids of blocks.
+            marks_blocks: whether the layers must know which rows belong to blocks.
         """
 
         def numbers(size: int, dtype: type = np.int32) -> Array:
@@ -95,7 +108,11 @@ class Bucket(NamedTuple):
         )
         slot_mapping = numbers(self.rows if self.is_cached else 0, np.int64)
         ids, positions = numbers(self.rows, np.int64), numbers(self.rows, np.int64)
-        return StepInputs(ids, positions, slot_mapping, ((layout,),))
+        is_block = numbers(self.rows, np.bool_) if marks_blocks else None
+        tiles = np.zeros((self.tiles, 3), np.int32) if self.tiles else None
+        return StepInputs(
+            ids, positions, slot_mapping, ((layout,),), is_block=is_block, tiles=tiles
+        )
 
 
 def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = None) -> None:
@@ -118,6 +135,8 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
     _fill(inputs.token_ids, batch.token_ids, 0)
     _fill(inputs.positions, batch.positions, 0)
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
+    if inputs.is_block is not None and packing.is_block is not None:
+        _fill(inputs.is_block, packing.is_block, 0)
     ((layout,),) = inputs.layouts
     num_sequences = packing.ends.size
     layout.query_ends[0] = 0
@@ -129,6 +148,11 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
     if layout.block_lengths is not None and layout.firsts is not None:
         _fill(layout.block_lengths, packing.block_lengths, 0)
         _fill(layout.firsts, packing.firsts, 0)
+    if inputs.tiles is not None and batch.slots is not None:
+        # Rows of the padding belong to tiles without a slot, too.
+        tiles = batch.slots.rows._replace(num_rows=size).table(ops.low_rank_tile(size))
+        inputs.tiles[: len(tiles)] = tiles
+        inputs.tiles[len(tiles) :] = ops.NO_TILE
 
 
 def _fill(array: Array, values: Array, padding: int) -> None:
@@ -191,7 +215,8 @@ class GraphRunner:
         self._copied: PageTable | None = None  # table whose contents were copied last
         self._captured: dict[Bucket, _Captured] = {}
         self.captures_more = True
-        self.buckets = buckets_of(model.config, is_fp8=model.is_fp8)
+        num_slots = 0 if model.adapting is None else model.adapting.num_slots
+        self.buckets = buckets_of(model.config, is_fp8=model.is_fp8, num_slots=num_slots)
         self.times = {False: StepTimes.of({}), True: StepTimes.of({})}
 
     def __len__(self) -> int:
@@ -236,7 +261,8 @@ class GraphRunner:
         seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for bucket, captured in self._captured.items():
             is_stale = captured.layout_version != self._caches.layout_version * bucket.is_cached
-            if is_stale or bucket.sequences == 1 or bucket.rows > MAX_TIMED_ROWS:
+            is_alone = bucket.sequences == 1
+            if is_stale or is_alone or bucket.tiles or bucket.rows > MAX_TIMED_ROWS:
                 continue  # a stale graph still writes to the previous page addresses
             took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
@@ -268,7 +294,10 @@ class GraphRunner:
         if stale is not None:
             stale.inputs.wait()  # before their memory is reused
         pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
-        inputs = bucket.inputs(pages, max_keys, has_blocks=self._has_blocks)
+        marks_blocks = batch.packing.is_block is not None
+        inputs = bucket.inputs(
+            pages, max_keys, has_blocks=self._has_blocks, marks_blocks=marks_blocks
+        )
         graph_inputs = ops.GraphInputs(inputs, self._caches.device)
         fill(graph_inputs.to_write(), batch)
         plan = plan.resized(bucket.rows)
@@ -276,11 +305,13 @@ class GraphRunner:
 
         def run() -> BodyOutputs:
             graph_inputs.upload()
-            runs_all_rows = bucket.is_ended or self._model.routes_windows
-            work = run_body(
-                self._model, graph_inputs.tensors, plan, *memory, to_the_end=runs_all_rows
-            )
-            return run_to_end(work)
+            inputs: StepInputs[torch.Tensor] = graph_inputs.tensors
+            # Rows of marked blocks are all sample rows.
+            runs_all_rows = bucket.is_ended or marks_blocks or self._model.routes_windows
+            with self._adapting(inputs):
+                return run_to_end(
+                    run_body(self._model, inputs, plan, *memory, to_the_end=runs_all_rows)
+                )
 
         if stale is None:
             # Libraries choose kernels and allocate workspaces outside of the capture.
@@ -294,6 +325,12 @@ class GraphRunner:
         version = self._caches.layout_version * bucket.is_cached
         self._captured[bucket] = _Captured(graph, graph_inputs, outputs, version)
         return self._captured[bucket]
+
+    def _adapting(self, inputs: StepInputs[torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which products read the slots of their rows from the inputs."""
+        if self._model.adapting is None:
+            return nullcontext()
+        return self._model.adapting.capturing(inputs.tiles, inputs.token_ids.numel())
 
     def _bytes_of(self, batch: StepBatch) -> int:
         """Return the planned peak memory of the layers; no graph computes sample rows."""
@@ -320,11 +357,13 @@ class Buckets:
         whole: row counts for sequences that are computed as a whole, ascending.
         windows: row counts for windows, ascending.
         rows_per_sequence: minimum average of rows per sequence, in a bucket for several sequences.
+        num_slots: number of LoRA adapters that rows may have.
     """
 
     whole: tuple[int, ...]
     windows: tuple[int, ...]
     rows_per_sequence: int
+    num_slots: int = 0
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """Return the smallest bucket that holds a batch, or None."""
@@ -337,16 +376,26 @@ class Buckets:
             if num_sequences == 1:
                 max_sequences = 1
             if rows >= batch.num_rows and max_sequences >= num_sequences:
-                return Bucket(rows, max_sequences, is_cached)
+                tiles = 0 if batch.slots is None else self._max_tiles(rows, max_sequences)
+                return Bucket(rows, max_sequences, is_cached, tiles)
         return None
 
+    def _max_tiles(self, rows: int, sequences: int) -> int:
+        """Return the maximum number of tiles of a batch whose rows are sorted by slot."""
+        # Each kind of rows has rows of every slot, and without a slot; the padding follows.
+        num_runs = min(_ROW_KINDS * (self.num_slots + 1), sequences) + 1
+        return ops.max_tiles(rows, num_runs, ops.low_rank_tile(rows))
 
-def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False) -> Buckets:
+
+def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int = 0) -> Buckets:
     """Return the buckets that serve a model; blocks of block-causal families may be short."""
+    if config.family.is_open:  # nearly all steps consist of whole blocks
+        rows = tuple(config.block_length * count for count in _BLOCKS)
+        return Buckets(rows, rows, config.block_length // 2)
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.architecture.expert_layers:
-        return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence)
+        return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence, num_slots)
     max_rows = MAX_WHOLE_ROWS_FP8 if is_fp8 else MAX_WHOLE_ROWS
     whole = tuple(rows for rows in ROW_BUCKETS if rows <= max_rows)
     windows = tuple(rows for rows in ROW_BUCKETS if rows <= MAX_WINDOW_ROWS)
-    return Buckets(whole, windows, rows_per_sequence)
+    return Buckets(whole, windows, rows_per_sequence, num_slots)

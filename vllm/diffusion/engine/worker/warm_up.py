@@ -62,9 +62,10 @@ def warm_up(
         steps = [step for step in steps if _num_pages(step) <= runner.caches.num_pages]
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
-            # With a small pool, requests run without graphs, too.
-            with suppress(*OUT_OF_MEMORY):
-                run_alone(runner, requests, _pages(requests))
+            for _ in runner.rehearsals():
+                # With a small pool, requests run without graphs, too.
+                with suppress(*OUT_OF_MEMORY):
+                    run_alone(runner, requests, _pages(requests))
     if runner.graphs is not None:
         runner.graphs.captures_more = False
         runner.graphs.measure()

@@ -61,6 +61,11 @@ class SplitConfig:
 # Loads by tensor descriptors gain 4 % with tiles of 128 rows and many sequences, and lose more
 # elsewhere.
 CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
+# Wide heads leave room for fewer stages.
+_WIDE = {
+    256: SplitConfig(64, 64, programs=1, num_warps=4, num_stages=2),
+    512: SplitConfig(64, 32, programs=1, num_warps=8, num_stages=2),
+}
 
 
 def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_size: int) -> int:
@@ -96,7 +101,10 @@ def split_attention(
     v: Tensor,
     layout: AttentionLayout[Tensor],
     out: Tensor | None = None,
-    config: SplitConfig = CONFIG,
+    config: SplitConfig | None = None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
 
@@ -112,14 +120,22 @@ def split_attention(
             previous kernel still runs, so the previous kernel must not write them.
         out: [R, H, hd] contiguous, of the dtype of q; allocated if not given.
         config: tiles to use instead of the measured ones.
+        scale: factor of q k^T instead of 1 / sqrt(hd).
+        window: number of keys that a row on a grid reads, its own included. The rows of a sequence
+            without a grid read, in addition to their block, the `window` - 1 keys before
+            `Span.first`, where the block begins. 0 for all keys. The layout must have `firsts`.
 
     Returns:
         [R, H, hd] contiguous.
 
     Raises:
-        ValueError: the tensors are not of a kind that `can_split`, or pages are not whole tiles.
+        ValueError: the tensors are not of a kind that `can_split`, pages are not whole tiles, or a
+            window lacks `firsts`.
     """
+    config = config or _WIDE.get(q.shape[2], CONFIG)
     _check(q, layout.pages, config)
+    if window and layout.firsts is None:
+        raise ValueError("split_attention: layout.firsts: wanted with a window, given None")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_rows, num_heads, head_dim = q.shape
@@ -130,8 +146,9 @@ def split_attention(
     num_tiles = _max_tiles(num_rows, num_sequences, layout.max_queries, group, config.rows)
     # Lower bound of the tiles with rows. The last sequence of a graph may have only padding rows.
     num_filled = max(-(-num_rows * group // config.rows), num_sequences - 1)
+    max_keys = min(layout.max_keys, window + layout.max_queries) if window else layout.max_keys
     num_splits = choose_splits(
-        num_filled * num_kv_heads, layout.max_keys, config, num_multiprocessors(q.device)
+        num_filled * num_kv_heads, max_keys, config, num_multiprocessors(q.device)
     )
     kernels = _kernels()
     assert kernels is not None
@@ -141,7 +158,8 @@ def split_attention(
             (*layout[:3], layout.block_lengths, layout.firsts),
             None if layout.pages is None else layout.pages.rows,
             page_size=0 if layout.pages is None else layout.pages.size,
-            scale=math.log2(math.e) / math.sqrt(head_dim),
+            window=window,
+            scale=math.log2(math.e) * (head_dim**-0.5 if scale is None else scale),
             num_tiles=num_tiles,
             num_splits=num_splits,
             min_keys=_MIN_STEPS * config.keys,

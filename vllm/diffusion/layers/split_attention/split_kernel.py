@@ -61,9 +61,9 @@ def part_kernel(
     query_ends,  # [S + 1] int32
     key_starts,  # [S] int32
     key_counts,  # [S] int32
-    # [S] int32: keys of a block, 0 for sequences without blocks; None without any blocks
+    # [S] int32: keys of a block, 0 for sequences without blocks; None without blocks and windows
     block_lengths,
-    firsts,  # [S] int32: position of the first query; None without any blocks
+    firsts,  # [S] int32: position of the first query; None without blocks and windows
     page_rows,  # [E] int32: first row of the keys of every page; None without pages
     scale,
     num_sequences,
@@ -82,6 +82,9 @@ def part_kernel(
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,  # keys of a page, a multiple of KEYS; 0 without a page table
+    # Keys that a row on a grid reads, its own included. Rows without a grid read the block that
+    # begins with their first row, and one key less before it. 0: no windows.
+    WINDOW: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -104,16 +107,21 @@ def part_kernel(
     head = kv_head * GROUP + packed % GROUP
     is_row = query < num_queries
     row = (first_row + query).to(tl.int64)
-    steps = tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS)
+    before = 0  # no row of the tile reads the keys before this one
+    if HAS_BLOCKS:
+        block_length = tl.load(block_lengths + known_sequence, cache_modifier=".cg")
+        first = tl.load(firsts + known_sequence, cache_modifier=".cg")
+    if WINDOW:
+        row_start = first + tl.where(block_length > 0, query, 0) - WINDOW + 1
+        before = tl.maximum(tl.min(row_start), 0) // KEYS * KEYS
+    steps = tl.cdiv(tl.cdiv(num_keys - before, num_splits), KEYS)
     share = tl.maximum(steps * KEYS, MIN_KEYS)
-    start = split * share
+    start = before + split * share
     end = tl.minimum(start + share, num_keys)
     read_by_all = end  # all rows read the keys before this one
     # Each row reads up to the end of its block, and the tile up to the end of its last row.
     if HAS_BLOCKS:
-        block_length = tl.load(block_lengths + known_sequence, cache_modifier=".cg")
         length = tl.where(block_length > 0, block_length, num_keys)
-        first = tl.load(firsts + known_sequence, cache_modifier=".cg")
         block = (first + query) // tl.maximum(length, 1)
         row_end = tl.minimum((block + 1) * length, num_keys)
         read_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_end, num_keys)))
@@ -148,6 +156,8 @@ def part_kernel(
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
     whole = start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
+    if WINDOW:
+        whole = start
     # First the tiles that all rows read whole, which are most tiles, then the others.
     for IS_MASKED in tl.static_range(2):
         for at in range(whole if IS_MASKED else start, end if IS_MASKED else whole, KEYS):
@@ -167,6 +177,8 @@ def part_kernel(
             scores = tl.dot(q_tile, k_tile, input_precision="ieee")
             if IS_MASKED:
                 is_read = (at + keys)[None, :] < row_end[:, None] if HAS_BLOCKS else is_key[None, :]
+                if WINDOW:
+                    is_read &= (at + keys)[None, :] >= row_start[:, None]
                 scores = tl.where(is_read, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
             base = higher
@@ -237,6 +249,7 @@ def launch(
     page_rows: Tensor | None,
     *,
     page_size: int,
+    window: int,
     scale: float,
     num_tiles: int,
     num_splits: int,
@@ -278,6 +291,7 @@ def launch(
         KEYS=config.keys,
         MIN_KEYS=min_keys,
         PAGE=page_size,
+        WINDOW=window,
         HAS_BLOCKS=sequences[3] is not None,
         IS_SPLIT=is_split,
         OVERLAPS=overlaps,

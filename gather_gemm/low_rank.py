@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with low-rank matrices: scale * x down^T up^T, added to another product.
+
+Each row has a slot, or none. A slot holds a pair of matrices for each part of the columns, such as
+queries, keys and values. Which slots are used, their ranks and their contents are read from device
+memory, so that launches depend on shapes alone. Triton kernels run on CUDA, and under Triton's
+interpreter. Otherwise the references run, which copy the tables to the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from . import reference
+from ._ops import _check, _check_exact
+from ._triton import can_take, guard, load_kernels
+from .launch import MAX_PIECES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_kernels = load_kernels("low_rank_kernel")
+
+
+class LowRank(NamedTuple):
+    """The matrices of one product in all slots.
+
+    A part is a matrix with its own rank. P is the number of parts, r the maximum rank.
+
+    Attributes:
+        down: [slots, P, r, D], D contiguous.
+        up: [slots, r, N], N contiguous, the columns of one part after the other.
+        ranks: int32 [slots, P], the ranks in use. Numbers of higher ranks are never read.
+        scales: fp32 [slots, P], factors of the products.
+    """
+
+    down: Tensor
+    up: Tensor
+    ranks: Tensor
+    scales: Tensor
+
+    @property
+    def num_ranks(self) -> int:
+        """Numbers of a row between both products."""
+        return self.down.shape[1] * self.down.shape[2]
+
+
+class Tiles(NamedTuple):
+    """Which slot each row uses.
+
+    Attributes:
+        table: int32 [tiles, 3]: slot, first row, number of rows. The slot of rows without matrices
+            is negative. Tiles without rows are allowed. Not checked, because the host would wait
+            for values on a GPU.
+        size: maximum number of rows of a tile: 16, 32 or 64.
+        first_row: row of the table that is the first row of the tensors. Rows of the table before
+            it, and behind the tensors' end, are left out.
+    """
+
+    table: Tensor
+    size: int
+    first_row: int = 0
+
+
+class Piece(NamedTuple):
+    """Consecutive columns of a part.
+
+    Attributes:
+        part: the part.
+        source: first of the columns in `LowRank.up`.
+        target: first of the columns in the product that is written.
+        width: number of columns.
+    """
+
+    part: int
+    source: int
+    target: int
+    width: int
+
+
+def shrink(x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor) -> None:
+    """Write scale * x down^T of every row with a slot, in fp32.
+
+    Args:
+        x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
+        matrices: the matrices, of the same dtype.
+        tiles: the slots of the rows.
+        low: [S, T, P r] fp32, written where rank and row are in use. The results are sums over S,
+            which is a power of two.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride is not as above.
+    """
+    op = "shrink"
+    _check(op, "x", x, x, (-1, -1))
+    _check(op, "down", matrices.down, x, (-1, -1, -1, x.shape[1]))
+    _check_tables(op, matrices, tiles, x)
+    _check_low(op, low, matrices, x)
+    if not len(x) or not len(tiles.table):
+        return
+    if _kernels is None or not can_take(x):
+        table, first_row = tiles.table, tiles.first_row
+        down, _, ranks, scales = matrices
+        reference.shrink(x, down, ranks, scales, table, first_row, low)
+        return
+    with guard(x):
+        _kernels.launch_shrink(x, matrices, tiles, low)
+
+
+def expand(
+    low: Tensor, matrices: LowRank, tiles: Tiles, out: Tensor, pieces: tuple[Piece, ...]
+) -> None:
+    """Add low up^T to some columns of every row with a slot.
+
+    The numbers of `low` are rounded to the dtype, sums are fp32, and the result is rounded once.
+
+    Args:
+        low: [S, T, P r] fp32, as `shrink` writes it.
+        matrices: the matrices.
+        tiles: the slots of the rows.
+        out: [T, columns] of the matrices' dtype; rows may be strided, columns are contiguous.
+        pieces: at most 3 pieces of its columns, each of another part.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride is not as above.
+    """
+    op = "expand"
+    _check(op, "out", out, matrices.up, (-1, -1))
+    _check_tables(op, matrices, tiles, out)
+    _check_low(op, low, matrices, out)
+    if len(pieces) > MAX_PIECES:
+        raise ValueError(f"{op}: pieces must be at most {MAX_PIECES}, got {len(pieces)}")
+    num_sources, num_targets = matrices.up.shape[2], out.shape[1]
+    for _, source, target, width in pieces:
+        if min(source, target) < 0 or source + width > num_sources or target + width > num_targets:
+            raise ValueError(
+                f"{op}: pieces must be within {num_sources} columns of up and {num_targets} of "
+                f"out, got {pieces}"
+            )
+    if not len(out) or not len(tiles.table) or not any(piece.width for piece in pieces):
+        return
+    if _kernels is None or not can_take(out):
+        table, first_row = tiles.table, tiles.first_row
+        reference.expand(low, matrices.up, matrices.ranks, table, first_row, out, pieces)
+        return
+    with guard(out):
+        _kernels.launch_expand(low, matrices, tiles, out, pieces)
+
+
+def gated_expand(
+    low: Tensor,
+    matrices: LowRank,
+    tiles: Tiles,
+    gate_up: Tensor,
+    out: Tensor,
+    *,
+    has_gate: bool = True,
+    has_up: bool = True,
+) -> None:
+    """Write silu(gate) * up, after adding low up^T to gate and up of every row with a slot.
+
+    Gate and up are rounded to the dtype, then silu, then the result. Every row must be in a tile,
+    also rows without a slot.
+
+    Args:
+        low, matrices, tiles: as for `expand`. The first part is the gate's, if it has one.
+        gate_up: [T, 2 I] of the matrices' dtype, the gate's columns first.
+        out: [T, I] of the same dtype, written.
+        has_gate, has_up: whether the half has a part.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride is not as above.
+    """
+    op = "gated_expand"
+    _check(op, "gate_up", gate_up, matrices.up, (-1, -1))
+    _check(op, "out", out, gate_up, (len(gate_up), gate_up.shape[1] // 2))
+    _check_tables(op, matrices, tiles, out)
+    _check_low(op, low, matrices, out)
+    num_columns = (has_gate + has_up) * out.shape[1]
+    if matrices.up.shape[2] != num_columns or matrices.down.shape[1] != has_gate + has_up:
+        raise ValueError(
+            f"{op}: up must be [slots, r, {num_columns}] in {has_gate + has_up} parts, got "
+            f"{list(matrices.up.shape)} in {matrices.down.shape[1]}"
+        )
+    if not out.numel():
+        return
+    if _kernels is None or not can_take(out):
+        width, table, first_row = out.shape[1], tiles.table, tiles.first_row
+        pieces = [Piece(0, 0, 0, width)] * has_gate
+        pieces += [Piece(int(has_gate), has_gate * width, width, width)] * has_up
+        low_and_up = low, matrices.up, matrices.ranks
+        reference.gated_expand(*low_and_up, table, first_row, gate_up, out, pieces)
+        return
+    with guard(out):
+        _kernels.launch_gated_expand(low, matrices, tiles, gate_up, out, has_gate, has_up)
+
+
+def _check_tables(op: str, matrices: LowRank, tiles: Tiles, x: Tensor) -> None:
+    """Check the matrices against each other, and the table."""
+    num_slots, num_parts, max_rank, _ = matrices.down.shape
+    _check(op, "up", matrices.up, x, (num_slots, max_rank, -1))
+    shape = (num_slots, num_parts)
+    _check_exact(op, "ranks", matrices.ranks, shape, x, torch.int32, rows_apart=True)
+    _check_exact(op, "scales", matrices.scales, shape, x, torch.float32, rows_apart=True)
+    _check_exact(op, "tiles", tiles.table, (len(tiles.table), 3), x, torch.int32)
+    if tiles.size not in (16, 32, 64):
+        raise ValueError(f"{op}: tiles must have 16, 32 or 64 rows, got {tiles.size}")
+
+
+def _check_low(op: str, low: Tensor, matrices: LowRank, x: Tensor) -> None:
+    shape = (len(low), len(x), matrices.num_ranks)
+    _check_exact(op, "low", low, shape, x, torch.float32)
+    if len(low) < 1 or len(low) & (len(low) - 1):
+        raise ValueError(f"{op}: low must have a power of two of parts, got {len(low)}")

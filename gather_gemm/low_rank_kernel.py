@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""Triton kernels of low-rank products: each tile of rows times the matrices of its slot.
+
+A program reads its tile, and the rank of the tile's slot, from device memory. So launches depend on
+shapes alone, and a captured graph serves any slots, ranks and contents.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import MAX_PIECES, choose_expand, choose_gated_expand, choose_shrink
+from .overlap import begin, overlaps
+
+
+@triton.jit
+def _read_tile(tiles, first_row, num_rows, ROWS: tl.constexpr):
+    """Return a program's slot, the rows of its tile, and which of them it computes."""
+    entry = tiles + 3 * tl.program_id(0)
+    slot = tl.load(entry).to(tl.int64)
+    offsets = tl.arange(0, ROWS)
+    rows = tl.load(entry + 1) - first_row + offsets
+    is_row = (offsets < tl.load(entry + 2)) & (rows >= 0) & (rows < num_rows)
+    return slot, rows.to(tl.int64), is_row
+
+
+# Numbers that differ from step to step, and tables that are read number by number. Neither selects
+# a specialised kernel.
+_ROWS = ["first_row", "num_rows"]
+_TABLES = ["ranks", "scales", "tiles"]
+
+
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
+def shrink_kernel(
+    x,  # [T, D]
+    down,  # [slots, parts, most ranks, D]
+    ranks,  # [slots, parts] int32
+    scales,  # [slots, parts] fp32
+    tiles,  # [tiles, 3] int32
+    low,  # [splits, T, parts * most ranks] fp32
+    first_row,
+    num_rows,
+    max_rank,
+    depth,
+    split_depth,
+    x_stride,
+    slot_stride,
+    part_stride,
+    rank_stride,
+    ranks_stride,
+    scales_stride,
+    split_stride,
+    low_stride,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    begin(OVERLAPS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    if slot < 0:
+        return
+    rank = 0
+    for part in tl.static_range(PARTS):
+        rank = tl.maximum(rank, tl.load(ranks + slot * ranks_stride + part))
+    # The parts' ranks are numbered one part after the other, without the room that they leave.
+    first = tl.program_id(1) * RANKS
+    if first >= PARTS * rank:
+        return
+    numbers = first + tl.arange(0, RANKS)
+    parts = numbers // rank
+    own = numbers - parts * rank
+    is_part = parts < PARTS
+    is_own = is_part & (own < tl.load(ranks + slot * ranks_stride + parts, mask=is_part, other=0))
+    start = tl.program_id(2) * split_depth
+    depth_ids = tl.arange(0, DEPTH)
+    x_rows = x + rows[:, None] * x_stride
+    down_rows = down + slot * slot_stride + (parts * part_stride + own * rank_stride)[None, :]
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    for done in range(0, split_depth, DEPTH):
+        ids = start + done + depth_ids
+        left = tl.load(
+            x_rows + ids[None, :], mask=is_row[:, None] & (ids < depth)[None, :], other=0.0
+        )
+        right = tl.load(
+            down_rows + ids[:, None], mask=is_own[None, :] & (ids < depth)[:, None], other=0.0
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    scale = tl.load(scales + slot * scales_stride + parts, mask=is_own, other=0.0)
+    tl.store(
+        low
+        + tl.program_id(2) * split_stride
+        + rows[:, None] * low_stride
+        + (parts * max_rank + own)[None, :],
+        total * scale[None, :],
+        mask=is_row[:, None] & is_own[None, :],
+    )
+
+
+@triton.jit
+def _delta(
+    low_rows,  # pointers to the part's first number of every row, [ROWS]
+    up_columns,  # pointers to the first rank of every column, [COLUMNS]
+    rank,
+    is_row,
+    is_column,
+    split_stride,
+    up_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return low up of a tile [ROWS, COLUMNS] in fp32; low is rounded to the dtype of up."""
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, rank, RANKS):
+        ids = start + tl.arange(0, RANKS)
+        is_low = is_row[:, None] & (ids < rank)[None, :]
+        left = tl.load(low_rows[:, None] + ids[None, :], mask=is_low, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            place = low_rows[:, None] + split * split_stride + ids[None, :]
+            left += tl.load(place, mask=is_low, other=0.0)
+        right = tl.load(
+            up_columns[None, :] + ids[:, None] * up_stride,
+            mask=(ids < rank)[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[*_ROWS, "part0", "part1", "part2"],
+    do_not_specialize_on_alignment=_TABLES,
+)
+def expand_kernel(
+    low,  # [splits, T, parts * most ranks] fp32
+    up,  # [slots, most ranks, N]
+    ranks,  # [slots, parts] int32
+    tiles,  # [tiles, 3] int32
+    out,  # [T, columns]
+    first_row,
+    num_rows,
+    max_rank,
+    part0,  # three pieces of the columns, each of one part; a piece may have no columns
+    source0,  # first column in up
+    target0,  # first column in out
+    count0,
+    part1,
+    source1,
+    target1,
+    count1,
+    part2,
+    source2,
+    target2,
+    count2,
+    split_stride,
+    low_stride,
+    slot_stride,
+    up_stride,
+    ranks_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    begin(OVERLAPS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    if slot < 0:
+        return
+    block = tl.program_id(1)
+    begin1 = tl.cdiv(count0, COLUMNS)
+    begin2 = begin1 + tl.cdiv(count1, COLUMNS)
+    is_1 = block >= begin1
+    is_2 = block >= begin2
+    part = tl.where(is_2, part2, tl.where(is_1, part1, part0))
+    rank = tl.load(ranks + slot * ranks_stride + part)
+    if rank == 0:
+        return
+    source = tl.where(is_2, source2, tl.where(is_1, source1, source0))
+    target = tl.where(is_2, target2, tl.where(is_1, target1, target0))
+    count = tl.where(is_2, count2, tl.where(is_1, count1, count0))
+    first = (block - tl.where(is_2, begin2, tl.where(is_1, begin1, 0))) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)
+    is_column = columns < count
+    delta = _delta(
+        low + rows * low_stride + part * max_rank,
+        up + slot * slot_stride + source + columns,
+        rank,
+        is_row,
+        is_column,
+        split_stride,
+        up_stride,
+        ROWS,
+        COLUMNS,
+        RANKS,
+        SPLITS,
+    )
+    places = out + rows[:, None] * out_stride + (target + columns)[None, :]
+    is_written = is_row[:, None] & is_column[None, :]
+    base = tl.load(places, mask=is_written, other=0.0)
+    total = base.to(tl.float32) + delta
+    tl.store(places, total.to(out.dtype.element_ty), mask=is_written)
+
+
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
+def gated_expand_kernel(
+    low,  # [splits, T, parts * most ranks] fp32
+    up,  # [slots, most ranks, N], the gate's columns first if it has a part
+    ranks,  # [slots, parts] int32
+    tiles,  # [tiles, 3] int32
+    gate_up,  # [T, 2 I]
+    out,  # [T, I]
+    first_row,
+    num_rows,
+    max_rank,
+    width,
+    split_stride,
+    low_stride,
+    slot_stride,
+    up_stride,
+    ranks_stride,
+    gate_up_stride,
+    out_stride,
+    HAS_GATE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    begin(OVERLAPS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < width
+    is_written = is_row[:, None] & is_column[None, :]
+    places = gate_up + rows[:, None] * gate_up_stride + columns[None, :]
+    gate = tl.load(places, mask=is_written, other=0.0).to(tl.float32)
+    up_half = tl.load(places + width, mask=is_written, other=0.0).to(tl.float32)
+    # A tile without a slot has the rank 0, so that nothing of these addresses is read.
+    low_rows = low + rows * low_stride
+    up_columns = up + slot * slot_stride + columns
+    if HAS_GATE:
+        rank = tl.load(ranks + slot * ranks_stride, mask=slot >= 0, other=0)
+        gate += _delta(
+            low_rows,
+            up_columns,
+            rank,
+            is_row,
+            is_column,
+            split_stride,
+            up_stride,
+            ROWS,
+            COLUMNS,
+            RANKS,
+            SPLITS,
+        )
+    if HAS_UP:
+        rank = tl.load(ranks + slot * ranks_stride + HAS_GATE, mask=slot >= 0, other=0)
+        up_half += _delta(
+            low_rows + HAS_GATE * max_rank,
+            up_columns + HAS_GATE * width,
+            rank,
+            is_row,
+            is_column,
+            split_stride,
+            up_stride,
+            ROWS,
+            COLUMNS,
+            RANKS,
+            SPLITS,
+        )
+    dtype = out.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)
+    silu = tl.math.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
+    product = silu * up_half.to(dtype).to(tl.float32)
+    tl.store(
+        out + rows[:, None] * out_stride + columns[None, :],
+        product.to(dtype),
+        mask=is_written,
+    )
+
+
+def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
+    """Enqueue the products of `shrink`; the arguments are checked."""
+    down, _, ranks, scales = matrices
+    _, num_parts, max_rank, depth = down.shape
+    num_splits, num_ranks = len(low), num_parts * max_rank
+    config = choose_shrink(num_ranks, x.element_size())
+    split_depth = triton.cdiv(triton.cdiv(depth, num_splits), config.depth) * config.depth
+    shrink_kernel[len(tiles.table), triton.cdiv(num_ranks, config.ranks), num_splits](
+        x,
+        down,
+        ranks,
+        scales,
+        tiles.table,
+        low,
+        tiles.first_row,
+        len(x),
+        max_rank,
+        depth,
+        split_depth,
+        x.stride(0),
+        *down.stride()[:3],
+        ranks.stride(0),
+        scales.stride(0),
+        *low.stride()[:2],
+        PARTS=num_parts,
+        ROWS=tiles.size,
+        RANKS=config.ranks,
+        DEPTH=config.depth,
+        **_options(x, config),
+    )
+
+
+def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
+    """Enqueue the sums of `expand`; the arguments are checked."""
+    up, ranks = matrices.up, matrices.ranks
+    config = choose_expand(tiles.size, up.shape[1], out.element_size())
+    num_blocks = sum(triton.cdiv(piece.width, config.columns) for piece in pieces)
+    padded = (*pieces, *[(0, 0, 0, 0)] * (MAX_PIECES - len(pieces)))
+    expand_kernel[len(tiles.table), num_blocks](
+        low,
+        up,
+        ranks,
+        tiles.table,
+        out,
+        tiles.first_row,
+        len(out),
+        up.shape[1],
+        *(number for piece in padded for number in piece),
+        *low.stride()[:2],
+        *up.stride()[:2],
+        ranks.stride(0),
+        out.stride(0),
+        ROWS=tiles.size,
+        COLUMNS=config.columns,
+        RANKS=config.ranks,
+        SPLITS=len(low),
+        **_options(out, config),
+    )
+
+
+def launch_gated_expand(
+    low: Tensor, matrices, tiles, gate_up: Tensor, out: Tensor, has_gate: bool, has_up: bool
+) -> None:
+    """Enqueue the products of `gated_expand`; the arguments are checked."""
+    up, ranks, width = matrices.up, matrices.ranks, out.shape[1]
+    config = choose_gated_expand(tiles.size, up.shape[1], out.element_size())
+    gated_expand_kernel[len(tiles.table), triton.cdiv(width, config.columns)](
+        low,
+        up,
+        ranks,
+        tiles.table,
+        gate_up,
+        out,
+        tiles.first_row,
+        len(out),
+        up.shape[1],
+        width,
+        *low.stride()[:2],
+        *up.stride()[:2],
+        ranks.stride(0),
+        gate_up.stride(0),
+        out.stride(0),
+        HAS_GATE=has_gate,
+        HAS_UP=has_up,
+        ROWS=tiles.size,
+        COLUMNS=config.columns,
+        RANKS=config.ranks,
+        SPLITS=len(low),
+        **_options(out, config),
+    )
+
+
+def _options(x: Tensor, config) -> dict[str, int | bool]:
+    can_overlap = overlaps(x.device)
+    return {
+        "OVERLAPS": can_overlap,
+        "launch_pdl": can_overlap,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of LoRA adapters at tiny widths."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lora
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
+TINY = ("--num-layers", "2", "--shrink", "16", "--dtype", "float32")
+
+
+def test_every_case_is_measured_with_and_without_an_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--rows", "16", "32", "--ranks", "8", "--rounds", "1", "--steps", "2")
+    assert lora.main([*TINY, *sizes, "--output-dir", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "lora.json").read_text())
+    cases = [(row["modules"], row["rank"], row["rows"]) for row in content["rows"]]
+    assert cases == [("all", 8, 16), ("all", 8, 32), ("attention", 8, 16), ("attention", 8, 32)]
+    for row in content["rows"]:
+        assert min(row[f"{name}_ms"] for name in ("without", "none", "adapter")) > 0
+    assert capsys.readouterr().out.count("attention ") == 2
+
+
+def test_several_adapters_share_steps(tmp_path: Path) -> None:
+    sizes = ("--mixed", "--modules", "all", "--ranks", "16", "--rounds", "1", "--steps", "2")
+    assert lora.main([*TINY, *sizes, "--output-dir", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "lora.json").read_text())["rows"]
+    assert (row["num_requests"], row["rows"], row["limit"]) == (9, 288, 1.18)

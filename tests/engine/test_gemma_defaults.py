@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults of DiffusionGemma's requests; in a process of its own, for it starts its own engine."""
+
+from pathlib import Path
+
+from tests.checkpoints import random_prompt
+from tests.engine.harness import Request, running
+from tests.gemma import CANVAS, load_network, make_gemma, run_loop
+
+
+def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
+    """Values of generation_config.json are the defaults; its length limits no answer."""
+    generation = {"max_denoising_steps": 3, "t_min": 0.1, "t_max": 0.9, "max_new_tokens": CANVAS}
+    sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 4.0}
+    folder = make_gemma(tmp_path, generation={**generation, "sampler_config": sampler})
+    prompt = random_prompt(9, 15)
+    run = run_loop(
+        load_network(folder),
+        prompt,
+        max_tokens=20,
+        seed=16,
+        entropy_bound=4.0,
+        max_denoising_steps=3,
+        t_min=0.1,
+        t_max=0.9,
+    )
+    with running(folder) as engine:
+        (answer,) = engine.ask(
+            Request(
+                prompt, {"ignore_eos": True}, {"temperature": 1.0, "seed": 16, "max_tokens": 20}
+            )
+        )
+    assert answer.token_ids == run.ids[:20]
