@@ -90,7 +90,7 @@ def ids(answers: list[Response]) -> list[list[int]]:
 
 def one_by_one(one: Request) -> Request:
     """Return the same request, decoded one token at a time."""
-    extra = {k: v for k, v in one.extra.items() if k != "stride"}
+    extra = {k: v for k, v in one.extra.items() if k not in ("stride", "acceptance")}
     return Request(one.prompt, {**extra, "algorithm": "autoregressive"})
 
 
@@ -198,6 +198,36 @@ def test_many_seeds(engine: Engine) -> None:
     assert sum(a.num_forwards or 0 for a in answers) < 0.8 * 33 * len(asks)
 
 
+def test_ratio_in_a_batch(engine: Engine) -> None:
+    """Answers of `ratio` depend on the seed alone, and more of its drafts hold."""
+    asks = [
+        ask(20, prompt_seed=seed % 3, seed=seed, temperature=1.0, stride=4, acceptance="ratio")
+        for seed in range(12)
+    ]
+    answers = engine.ask(*asks)
+    assert ids([engine.ask(uncached(one))[0] for one in asks[:3]]) == ids(answers[:3])
+    coupled = engine.ask(*(Request(a.prompt, {**a.extra, "acceptance": "coupled"}) for a in asks))
+    assert ids(engine.ask(*asks, asks[0]))[:12] == ids(answers)
+    held, others = (sum(a.report["drafts_held"] for a in some) for some in (answers, coupled))
+    assert held > others
+    greedy = [Request(a.prompt, {**a.extra, "temperature": 0.0}) for a in asks[:3]]
+    assert ids(engine.ask(*greedy)) == ids(engine.ask(*map(one_by_one, greedy)))
+
+
+def test_log_probabilities_of_ratio(engine: Engine, folders: dict[str, Path]) -> None:
+    """They are those of the model after the tokens before, as with `coupled`."""
+    fields = {"temperature": 1.0, "top_k": 50, "seed": 4, "return_trajectory": True}
+    one = ask(20, acceptance="ratio", stride=4, **fields)
+    (answer,) = engine.ask(one)
+    sequence = [*one.prompt, *answer.token_ids]
+    logits = causal(load_reference(folders["flat"]), sequence, len(sequence))
+    logits[:, MASK_ID] = -torch.inf
+    logprobs = torch.log_softmax(logits, dim=-1)
+    wanted = [logprobs[20 + i - 1, token] for i, token in enumerate(answer.token_ids)]
+    actual = torch.tensor(answer.report["trajectory"]["logprobs"])
+    torch.testing.assert_close(actual, torch.stack(wanted), atol=1e-4, rtol=1e-4)
+
+
 def test_log_probabilities_are_those_of_one_token_at_a_time(engine: Engine) -> None:
     fields = {"temperature": 1.0, "seed": 8, "return_trajectory": True, "return_entropy": True}
     one, other = engine.ask(ask(20, "autoregressive", **fields), ask(20, stride=4, **fields))
@@ -272,7 +302,7 @@ def test_a_likelihood_is_that_of_the_next_token(engine: Engine, folders: dict[st
     [
         ({"stride": 32}, "stride: given 32; wanted at most 16"),
         ({"stride": 1}, "stride: given 1; wanted at least 2"),
-        ({"acceptance": "greedy"}, "acceptance: given 'greedy'; wanted one of: coupled"),
+        ({"acceptance": "greedy"}, "acceptance: given 'greedy'; wanted one of: coupled, ratio"),
         ({"algorithm": "low_confidence_dynamic"}, "wants autoregressive or introspective"),
         ({"algorithm": "autoregressive", "stride": 4}, "does not use it"),
         ({"allow_infill": True}, "allow_infill"),

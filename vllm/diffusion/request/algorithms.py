@@ -777,9 +777,10 @@ class AlgorithmParams:
     )
     acceptance: str = algorithm_param(
         "introspective: when a draft is accepted. With coupled, if it is the token that "
-        "autoregressive draws with the same seed, so the answer is the same",
+        "autoregressive draws with the same seed, so the answer is the same. With ratio, with a "
+        "probability that keeps the distribution of autoregressive",
         default="coupled",
-        choices=("coupled",),
+        choices=("coupled", "ratio"),
     )
     draft_branches: str = algorithm_param(
         "introspective: after which tokens a forward pass drafts. With last, only after all drafts",
