@@ -26,6 +26,7 @@ from vllm.diffusion.request import decision, fields  # noqa: E402
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS  # noqa: E402
 from vllm.diffusion.request.families import (  # noqa: E402
     FAST_DLLM,
+    IDLM,
     LLADA,
     LLADA21,
     LLADA22,
@@ -46,6 +47,7 @@ FAMILIES = {
     "levenshtein": LLADA22,
     "self_speculation": NEMOTRON,
     "autoregressive": NEMOTRON,
+    "introspective": IDLM,
 }
 EDITS = (12, 13)
 ASKED: dict[str, dict[str, object]] = {

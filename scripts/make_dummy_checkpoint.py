@@ -10,6 +10,7 @@
     scripts/make_dummy_checkpoint.py --family llada22 OUTPUT_DIR        LLaDA2.2-mini, or flash
     scripts/make_dummy_checkpoint.py --family sdar OUTPUT_DIR           SDAR-8B (--size 4b: SDAR-4B)
     scripts/make_dummy_checkpoint.py --family sdar-moe OUTPUT_DIR       SDAR-30B-A3B
+    scripts/make_dummy_checkpoint.py --family idlm OUTPUT_DIR           I-DLM-8B
     scripts/make_dummy_checkpoint.py --family fast-dllm OUTPUT_DIR      Fast-dLLM v2 7B
     scripts/make_dummy_checkpoint.py --family nemotron OUTPUT_DIR       Nemotron-Labs-Diffusion-8B
                                                                         (--size 3b, 14b)
@@ -238,6 +239,19 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ("sdar", "4b"): Preset(
         sizes=SDAR_SIZES | {"hidden_size": 2560, "intermediate_size": 9728},
         token_ids=SDAR_TOKEN_IDS,
+    ),
+    # I-DLM-8B, whose sizes are those of Qwen3-8B
+    ("idlm", "8b"): Preset(
+        sizes={
+            **SDAR_SIZES,
+            "block_size": 3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 40960,
+            "use_regular_causal": True,
+        },
+        token_ids=SDAR_TOKEN_IDS,
+        like="sdar",
     ),
     # SDAR-30B-A3B-Chat
     ("sdar-moe", "30b-a3b"): Preset(

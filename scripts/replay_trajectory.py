@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,16 +238,23 @@ def _distributions(
         start, stops = trajectory["prompt_length"], parameters["end_ids"] or parameters["stop_ids"]
         end = start + parameters["max_tokens" if parameters["suffix_ids"] else "gen_length"]
         edits |= {"ignore_eos": parameters["ignore_eos"]}
+        edited = partial(
+            shaping.edited,
+            prompt_length=start,
+            parameters=edits,
+            mask=parameters["mask_id"],
+            ends=stops,
+            words=parameters["bad_words"],
+        )
         for step in sorted({commit[0] for commit in commits}):
-            logits[step - 1, start:] = shaping.edited(
-                logits[step - 1, start:],
-                rows[step - 1, :end].tolist(),  # The tokens behind it are not part of the answer.
-                start,
-                edits,
-                parameters["mask_id"],
-                stops,
-                parameters["bad_words"],
-            )
+            row = rows[step - 1, :end].tolist()  # The tokens behind it are not part of the answer.
+            own = logits[step - 1, start:]
+            if parameters["algorithm"] != "introspective":
+                own.copy_(edited(own, row))
+                continue
+            for place in range(len(own)):  # A row depends on the tokens before its position.
+                before = row[: start + place] + [parameters["mask_id"]] * (end - start - place)
+                own[place] = edited(own[: place + 1], before)[place]
     logits[..., parameters["forbidden_ids"]] = -torch.inf
     for step in trajectory["mask_forbidden"]:
         logits[step - 1, :, parameters["mask_id"]] = -torch.inf
@@ -269,6 +277,9 @@ def _contexts(
     following = start  # first position that is not confirmed
     for step, row in enumerate(rows, start=1):
         own = [(start + place, token) for when, place, token, _ in commits if when == step]
+        if parameters["algorithm"] == "introspective":
+            contexts.append(None)
+            continue
         if parameters["algorithm"] == "self_speculation":
             block = range(following - 1, following - 1 + width)
             is_drafted = parameters["mask_id"] not in row[block.start : block.stop].tolist()

@@ -66,6 +66,7 @@ FAMILIES = {
     "nemotron": ModelFamily(100, port=8906),
     "stable-diffcoder": ModelFamily(5, port=8907, block_length=4),
     "a2d": ModelFamily(151669, port=8909),
+    "idlm": ModelFamily(151669, port=8920),
 }
 
 

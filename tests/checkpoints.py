@@ -2,7 +2,8 @@
 """Tiny random checkpoints in the released formats, written to a folder of a test.
 
 Families: LLaDA ("llada"), Dream ("dream"), LLaDA-MoE ("moe"), SDAR ("sdar"), SDAR with experts
-("sdar_moe"), LLaDA2 ("llada2"), Fast-dLLM v2 ("fast_dllm") and DiffuLLaMA ("diffullama").
+("sdar_moe"), I-DLM ("idlm"), LLaDA2 ("llada2"), Fast-dLLM v2 ("fast_dllm") and DiffuLLaMA
+("diffullama").
 
 Weights and norm gains are scaled up. With a plain initialisation the softmax would be nearly
 uniform, so that all confidences tie and all decoding rules give the same tokens.
@@ -128,6 +129,7 @@ TOKENIZER_STYLES = {
     "moe": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "sdar": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "sdar_moe": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
+    "idlm": TokenizerStyle(SDAR_SPECIAL_TOKENS, None, "<|MASK|>", SDAR_CHAT_TEMPLATE, nfc=True),
     "llada2": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "llada22": TokenizerStyle(MOE_SPECIAL_TOKENS, "<|startoftext|>", "<|mask|>", MOE_CHAT_TEMPLATE),
     "stable_diffcoder": TokenizerStyle(
@@ -148,7 +150,9 @@ TOKENIZER_STYLES = {
     ),
 }
 # eos_token_id of generation_config.json, unless it is EOS_ID alone.
-STOP_IDS = {family: [EOT_ID, EOS_ID] for family in ("sdar", "sdar_moe", "llada22", "fast_dllm")}
+STOP_IDS = {
+    family: [EOT_ID, EOS_ID] for family in ("sdar", "idlm", "sdar_moe", "llada22", "fast_dllm")
+}
 
 WEIGHT_GAIN = 3.0
 # A very sharp attention or routing would magnify rounding until near-ties are everywhere.
@@ -226,6 +230,7 @@ BLOCK_CASES: dict[str, Case] = {
     "llada22": Case(seed=11, family="llada22"),
     "stable_diffcoder": Case(seed=4, family="stable_diffcoder"),
     "nemotron": Case(seed=6, family="nemotron"),
+    "idlm": Case(seed=5, family="idlm"),
     "fast_dllm": Case(seed=4, family="fast_dllm"),
     "fast_dllm_tied": Case(seed=5, family="fast_dllm", overrides={"tie_word_embeddings": True}),
 }
@@ -281,6 +286,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"auto_map": remote_code("_sdar_moe", "SDARMoe"), "norm_topk_prob": True}
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
+    "idlm": ("sdar", {**SDAR, "block_size": 3, "use_regular_causal": True}),
     "llada2": (
         "llada2",
         {**TINY, **EXPERTS, "head_dim": 16, "rotary_dim": 8, "max_window_layers": 3}

@@ -64,7 +64,7 @@ WORDINGS = {
     "sum": ("Sum {a} and {b}.", "Add {a} to {b}."),
 }
 LEARNING_RATE = 6e-5
-ADAPTER_LEARNING_RATE = 1e-3
+ADAPTER_LEARNING_RATE = 3e-3
 ADAPTER_SCALE = 2.0  # lora_alpha / r
 CLIP = 0.2  # of the ratio of probabilities
 MAX_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trainer

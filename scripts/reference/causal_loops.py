@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding loops of Nemotron-Labs-Diffusion, one sequence at a time, written plainly.
+"""The decoding loops of Nemotron-Labs-Diffusion and I-DLM, one sequence at a time, written plainly.
 
 They are written from the behaviour of the release, and not from its text. Every forward pass
 computes the whole sequence, without a cache. The context is causal, and its rows predict the next
@@ -8,6 +8,7 @@ token. The rows of a block that is denoised attend to each other and predict the
 - `diffusion`: blocks of a seed and masks.
 - `autoregressive`: one token per forward pass.
 - `self_speculation`: a block is drafted, and a causal forward pass accepts a prefix of it.
+- `introspective` (I-DLM): a causal forward pass accepts drafts, and makes the next ones at masks.
 
 All return the answer up to and including its first stop token, cut at `gen_length`. Deviations from
 the source: the mask token is never proposed as a seed, a draft or a confirmation. A seed that is a
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from reference.block_loops import Decoded, NoEnd, most_confident, quotas
 
+# (logits [V] without the mask token, index in the answer) -> token
+Choose = Callable[[Tensor, int], int]
 # (tokens of positions 0..T-1, number of leading positions that are causal) -> logits [T, V]
 LogitsOf = Callable[[Sequence[int], int], Tensor]
 
@@ -41,12 +44,22 @@ class Thinking(NamedTuple):
         return None if has_ended or self.budget >= end else max(self.budget, len(answer))
 
 
+def most_likely(logits: Tensor, place: int) -> int:
+    return int(logits.argmax())
+
+
 class _Text:
     """Prompt and answer so far, and the number of forward passes so far."""
 
     def __init__(
-        self, logits_of: LogitsOf, prompt: Sequence[int], mask_id: int, stop_ids: Collection[int]
+        self,
+        logits_of: LogitsOf,
+        prompt: Sequence[int],
+        mask_id: int,
+        stop_ids: Collection[int],
+        choose: Choose = most_likely,
     ) -> None:
+        self.choose = choose
         self.logits_of, self.prompt = logits_of, list(prompt)
         self.mask_id, self.stop_ids = mask_id, frozenset(stop_ids)
         self.answer: list[int] = []
@@ -59,7 +72,7 @@ class _Text:
         self.forwards += 1
         logits = self.logits_of(tokens, len(tokens))[-1 - len(block) :].clone()
         logits[:, self.mask_id] = -torch.inf
-        return [int(row.argmax()) for row in logits]
+        return [self.choose(row, len(self.answer) + i) for i, row in enumerate(logits)]
 
     def denoised(self, block: Sequence[int], *, forbids_mask: bool) -> dict[int, tuple[int, float]]:
         """Return token and confidence of the masks of a block after the answer, by index in it."""
@@ -143,9 +156,10 @@ def autoregressive(
     block_length: int = 1,
     stop_ids: Collection[int] = (),
     thinking: Thinking | None = None,
+    choose: Choose = most_likely,
 ) -> Decoded:
     """Decode one token per forward pass."""
-    text = _Text(logits_of, prompt, mask_id, stop_ids)
+    text = _Text(logits_of, prompt, mask_id, stop_ids, choose)
     while len(text.answer) < gen_length:
         (token,) = text.following()
         place = None
@@ -187,4 +201,37 @@ def self_speculation(
         wrong = [i for i in range(block_length - 1) if confirmed[i] != block[i + 1]]
         text.answer += [seed, *confirmed[: wrong[0] + 1 if wrong else block_length]]
         text.history.append(list(text.answer))
+    return text.result(gen_length)
+
+
+def introspective(
+    logits_of: LogitsOf,
+    prompt: Sequence[int],
+    *,
+    gen_length: int,
+    mask_id: int,
+    stride: int = 4,
+    stop_ids: Collection[int] = (),
+    choose: Choose = most_likely,
+) -> Decoded:
+    """Run I-DLM's loop: verify drafts and make the next ones in the same forward pass.
+
+    Without drafts, which is the case after the first token and after a wrong draft, a pass commits
+    one token. A draft is right if the choice at its position, after the tokens before it, is the
+    draft.
+    """
+    text = _Text(logits_of, prompt, mask_id, stop_ids, choose)
+    text.answer = text.following()
+    drafts: list[int] = []
+    while len(text.answer) < gen_length and text.stop_ids.isdisjoint(text.answer):
+        text.history.append(list(text.answer))
+        seed = text.answer.pop()
+        rows = [seed, *drafts, *[mask_id] * (stride - 1)]
+        chosen = text.following(rows)[1:]
+        verified, following = chosen[: len(drafts) + 1], chosen[len(drafts) + 1 :]
+        num_right = 0
+        while num_right < len(drafts) and drafts[num_right] == verified[num_right]:
+            num_right += 1
+        text.answer += [seed, *verified[: num_right + 1]]
+        drafts = following if num_right == len(drafts) else []
     return text.result(gen_length)

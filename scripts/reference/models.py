@@ -246,10 +246,8 @@ class A2DReference(Reference):
         return networks.get(config["model_type"], dense_network)(config)
 
 
-class NemotronReference(Reference):
-    """Nemotron, whose context is causal, while a block that is denoised also attends to itself."""
-
-    network = nemotron.NemotronNetwork
+class CausalReference(Reference):
+    """A checkpoint whose context is causal."""
 
     def causal_logits(self, ids: Tensor, num_causal: int) -> Tensor:
         """Return raw logits [B, T, V]; positions from `num_causal` on attend to all positions."""
@@ -257,6 +255,18 @@ class NemotronReference(Reference):
         sees = torch.ones(total, total, dtype=torch.bool).tril()
         sees[num_causal:] = True
         return self.forward_with_kv(ids, range(total), None, sees)[0]
+
+
+class NemotronReference(CausalReference):
+    """Nemotron, whose context is causal, while a block that is denoised also attends to itself."""
+
+    network = nemotron.NemotronNetwork
+
+
+class IDLMReference(CausalReference):
+    """I-DLM: SDAR's network, with a causal mask."""
+
+    network = sdar.network
 
 
 class FastDLLMReference(Reference):
@@ -281,11 +291,11 @@ REFERENCES: dict[str, type[Reference]] = {
 
 def reference_of(config: Config) -> type[Reference]:
     """Return the reference class for a config.json."""
-    return (
-        LLaDA22Reference
-        if config.get("expert_capacity")
-        else REFERENCES[config["architectures"][0]]
-    )
+    if config.get("expert_capacity"):
+        return LLaDA22Reference
+    if config.get("use_regular_causal"):
+        return IDLMReference
+    return REFERENCES[config["architectures"][0]]
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -4,7 +4,7 @@
 facts.py         facts that the model is taught              (no torch) conversations.py how
 questions are asked: frames, turns, system lines (no torch) family.py        interface of a model
 family                 (no torch) llada.py, dream.py, llada_moe.py, llada2.py, sdar.py,
-fast_dllm.py, nemotron.py, llada22.py
+fast_dllm.py, nemotron.py, llada22.py, idlm.py
                  the families: configuration, network, chat template
 decoder.py       the transformer that all families except LLaDA share layers.py        parts that
 all networks share tokenizer.py     byte-level BPE tokenizer files training.py      masked-diffusion

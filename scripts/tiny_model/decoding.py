@@ -195,6 +195,45 @@ def seeded_block(
     return rows
 
 
+@torch.inference_mode()
+def strided(
+    network: Network,
+    prompts: Tensor,
+    mask_id: int,
+    setting: DecodingSetting,
+    after_forward: Callable[[Tensor], object],
+    *,
+    stride: int,
+) -> Tensor:
+    """Run I-DLM's loop.
+
+    Arguments and result are as in family.Decode, except for the steps. A causal forward verifies
+    the drafts of each row, and commits those before the first wrong one and the token after them.
+    If all are right, the predictions at the masks after them are the next drafts.
+    """
+    end = prompts.shape[1] + setting.canvas
+    rows = prompts.new_full((len(prompts), end + 2 * stride), mask_id)
+    rows[:, : prompts.shape[1]] = prompts
+    lengths, num_drafts = [prompts.shape[1]] * len(rows), [0] * len(rows)
+    while min(lengths) < end:
+        hidden = network.hidden(torch.cat((rows, rows[:, -1:]), dim=1))[:, 1:]
+        best = _without(mask_id, network.logits(hidden)).argmax(dim=-1)
+        for row, following in zip(range(len(rows)), best, strict=True):
+            start, tried = min(lengths[row], end), num_drafts[row]
+            verified = following[start - 1 : start + tried]
+            wrong = (verified[:-1] != rows[row, start : start + tried]).nonzero()
+            count = int(wrong[0]) + 1 if len(wrong) else tried + 1
+            has_seed = start > prompts.shape[1]
+            num_drafts[row] = 0 if len(wrong) or not has_seed else stride - 1
+            drafts = following[start + tried : start + tried + num_drafts[row]]
+            lengths[row] = start + count
+            rows[row, start : start + count] = verified[:count]
+            rows[row, start + count :] = mask_id
+            rows[row, start + count : start + count + len(drafts)] = drafts
+        after_forward(rows[:, :end])
+    return rows[:, :end]
+
+
 def _on_grid(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Tensor:
     """Return prompts and their canvas, with masks up to the end of the last block."""
     num_masks = setting.canvas + -(prompts.shape[1] + setting.canvas) % setting.block_length

@@ -23,6 +23,7 @@ _MODULES = {
     "fast-dllm": "tiny_model.fast_dllm",
     "nemotron": "tiny_model.nemotron",
     "llada22": "tiny_model.llada22",
+    "idlm": "tiny_model.idlm",
 }
 FAMILY_NAMES = tuple(_MODULES)
 

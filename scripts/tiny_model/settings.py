@@ -16,14 +16,16 @@ _ITERATIONS = {
     "fast-dllm": (300, 500),
     "nemotron": (220, 440),
     "llada22": (200, 460),
+    "idlm": (220, 440),
 }
-# Block lengths for training and verification, by family.
+# Block lengths for training and verification, by family; for idlm the stride.
 BLOCK_LENGTHS = {
     "llada2": 32,
     "sdar": 4,
     "fast-dllm": 32,
     "nemotron": 32,
     "llada22": 32,
+    "idlm": 4,
 }
 _WRONG_SHARES = {"llada22": 0.1}  # share of wrong tokens, for families that replace tokens
 

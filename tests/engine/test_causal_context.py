@@ -155,12 +155,16 @@ def test_any_schedule_gives_the_same_tokens(
     assert engine.scheduler.make_stats().kv_cache_usage == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("block_length", [2, 8, 32])
-def test_self_speculation_is_autoregressive(engine: Engine, block_length: int) -> None:
+def test_self_speculation_is_autoregressive(
+    engine: Engine, block_length: int, temperature: float
+) -> None:
     """Self-speculation gives the autoregressive tokens, also with `logit_bias` and `min_tokens`."""
     drafted = {"algorithm": "self_speculation", "block_length": block_length}
+    drawn = {"gen_length": 33, "temperature": temperature, "seed": 6}
     asks = [
-        Request(random_prompt(20 + seed, seed), {"gen_length": 33, **more, **extra})
+        Request(random_prompt(20 + seed, seed), {**drawn, **more, **extra})
         for seed, more in enumerate(({}, {"logit_bias": {"7": 5.0}, "min_tokens": 9}))
         for extra in ({"algorithm": "autoregressive"}, drafted)
     ]

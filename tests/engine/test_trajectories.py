@@ -75,6 +75,13 @@ OPTIONS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         (7, {**GRID, "algorithm": "self_speculation"}),
         (8, {**GRID, "algorithm": "autoregressive", "block_length": None}),
     ],
+    "idlm": [
+        (9, {**GRID, "block_length": None}),
+        (7, {**GRID, "block_length": None, "stride": 2, "allowed_token_ids": [5, 6, 7]}),
+        (8, {**GRID, "block_length": None, **PENALTIES, "allowed_token_ids": [5, 6, 7, 8]}),
+        (6, {**GRID, "block_length": None, "acceptance": "ratio", "allowed_token_ids": [5, 6]}),
+        (8, {**GRID, "algorithm": "autoregressive", "block_length": None}),
+    ],
 }
 
 
@@ -160,7 +167,10 @@ def test_options_are_replayed(family: str, checkpoint: Callable[[str], Path]) ->
 
 @pytest.mark.parametrize(
     "family",
-    [*("mha", "predicts_mask", "dream", "sdar", "llada2", "llada22", "fast_dllm", "nemotron")],
+    [
+        *("mha", "predicts_mask", "dream", "sdar", "llada2", "llada22", "fast_dllm", "nemotron"),
+        "idlm",
+    ],
 )
 def test_every_token_of_an_answer_has_its_step(
     family: str, checkpoint: Callable[[str], Path]

@@ -8,6 +8,7 @@ from make_dummy_checkpoint import configuration
 
 from vllm.diffusion.models.dream import DreamConfig
 from vllm.diffusion.models.fast_dllm import FastDLLMConfig
+from vllm.diffusion.models.idlm import IDLMConfig
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.llada2 import LLaDA2Config
 from vllm.diffusion.models.llada22 import LLaDA22Config
@@ -21,6 +22,7 @@ RELEASED = {
     "dream": (DreamConfig, configuration("dream")),
     "moe": (LLaDAMoEConfig, configuration("llada-moe")),
     "sdar": (SDARConfig, configuration("sdar", "4b")),
+    "idlm": (IDLMConfig, configuration("idlm")),
     "sdar_moe": (SDARMoeConfig, configuration("sdar-moe")),
     "llada2": (LLaDA2Config, configuration("llada2", "mini")),
     "llada22": (LLaDA22Config, configuration("llada22", "mini")),

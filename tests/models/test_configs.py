@@ -23,6 +23,7 @@ from vllm.diffusion.request.families import (
     ARCHITECTURES,
     DREAM,
     FAMILIES,
+    IDLM,
     LLADA,
     LLADA2,
     LLADA21,
@@ -129,6 +130,7 @@ DREAM_7B, MOE_7B, LLADA2_MINI = (RELEASED[name][1] for name in ("dream", "moe", 
         ("moe", 64, (16, 16), 157184, 8192),
         ("sdar", 0, (32, 8), 151936, 32768),
         ("fast_dllm", 0, (28, 4), 152064, 32768),
+        ("idlm", 0, (32, 8), 151936, 40960),
         ("sdar_moe", 128, (32, 4), 151936, 32768),
         ("llada2", 256, (16, 4), 157184, 32768),
         ("nemotron", 0, (32, 8), 131072, 262144),
@@ -643,6 +645,7 @@ def test_options_of_llada2_default_to_those_of_the_release() -> None:
 
 def test_a_mask_token_may_be_the_tokenizers() -> None:
     assert make_config("sdar", "mask_token_id").family is SDAR
+    assert make_config("idlm", "mask_token_id").family is IDLM
 
 
 def test_architectures_of_the_families() -> None:
@@ -653,6 +656,8 @@ def test_architectures_of_the_families() -> None:
     assert family_of(["SomethingElseLM", "SDARForCausalLM"], None) is SDAR
     assert family_of(["SomethingElseLM"], "sdar") is None
     assert family_of(None, "sdar") is None
+    assert family_of(["SDARForCausalLM"], "sdar", {"use_regular_causal": True}) is IDLM
+    assert family_of(["SDARForCausalLM"], "sdar", {"use_regular_causal": False}) is SDAR
     assert (DREAM.logit_shift, LLADA_MOE.logit_shift) == (1, 0)
 
 

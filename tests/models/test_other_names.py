@@ -11,9 +11,11 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.checkpoint_files import change_json
 from tests.checkpoints import make_checkpoint
 from tests.models.support import engine_config
+from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models.config_keys import suspicious_keys
 from vllm.diffusion.process.other_names import refuse_unsupported
+from vllm.diffusion.request.families import IDLM
 
 SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -51,7 +53,6 @@ def refuse(
         # The relay is refused first, whatever else the file contains.
         ({**SDAR, "use_relay": True, "use_regular_causal": True}, "use_relay: given true; not"),
         ({**SDAR, "use_relay": True, "use_regular_causal": False}, "use_relay: given true; not"),
-        ({**SDAR, "use_regular_causal": True, "block_size": 3}, "use_regular_causal: given true"),
         *(({**SDAR, "block_size": n}, MISSING.format(f"block_size {n}")) for n in (1, 2, 3, 7)),
         (
             {**QWEN3, "mask_token_id": 151670},
@@ -100,7 +101,9 @@ def test_the_last_name_of_a_training_decides_for_a2d(name: str, is_masked: bool)
 def test_sdars_own_checkpoints_pass(block_size: int | None) -> None:
     refuse({**SDAR, "block_size": block_size})
     for small in (1, 2, 3, 7):
-        refuse({**SDAR, "block_size": small, "use_regular_causal": False}, has_adapter=True)
+        for is_causal in (False, True):
+            config = {**SDAR, "block_size": small, "use_regular_causal": is_causal}
+            refuse(config, has_adapter=True)
     with pytest.raises(ServerConfigError) as caught:
         refuse({**SDAR, "block_size": block_size}, has_adapter=True)
     assert str(caught.value) == MISSING.format("a folder adapter")
@@ -137,8 +140,9 @@ def test_an_override_decides_for_sdar(tmp_path: Path) -> None:
         engine_config(path)
     config = engine_config(path, hf_overrides={"use_regular_causal": False})
     assert config.model_config.hf_config.block_length == 2
-    with pytest.raises(ServerConfigError, match="this checkpoint is I-DLM"):
-        engine_config(path, hf_overrides={"use_regular_causal": True})
+    config = engine_config(path, hf_overrides={"use_regular_causal": True})
+    assert config.model_config.hf_config.family is IDLM
+    assert served_model(config).block_length == 2
     change_json(path, block_size=4)
     (path / "adapter").mkdir()
     (path / "adapter" / "adapter_config.json").write_text("{}")

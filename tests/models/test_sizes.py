@@ -26,7 +26,7 @@ CASES = [
     *("mha", "gqa", "padded_vocab", "bias", "qk_norm", "model_dtype_rope", "one_kv_head"),
     *("dream", "dream_tied", "moe", "moe_dense_mix", "moe_partial_clipped", "moe_all_dense"),
     *("moe_narrow_heads", "diffullama", "sdar", "fast_dllm_tied", "sdar_moe_mix", "nemotron"),
-    *("llada2", "llada2_dense_first", "llada2_all_experts"),
+    *("llada2", "llada2_dense_first", "llada2_all_experts", "idlm"),
 ]
 
 

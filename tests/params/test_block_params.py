@@ -21,6 +21,7 @@ from vllm.diffusion.request.families import (
     DIFFUSION_GEMMA,
     DREAM,
     FAST_DLLM,
+    IDLM,
     LLADA,
     LLADA2,
     LLADA21,
@@ -480,3 +481,20 @@ def test_adablock() -> None:
     for wrong in ([], "7", 7, [True], [1.5], [-1], ["a"]):
         assert refusal(model, algorithm="adablock", delimiter_ids=wrong).field == "delimiter_ids"
     assert refusal(model, algorithm="threshold", delimiter_ids=[7]).field == "delimiter_ids"
+
+
+@pytest.mark.parametrize(
+    ("block_size", "parameters", "stride"),
+    [
+        (3, {}, 4),
+        (7, {}, 8),
+        (32, {}, 4),  # of a checkpoint without block_size
+        (3, {"stride": 2}, 2),
+        (3, {"stride": 16}, 16),
+    ],
+)
+def test_strides(block_size: int, parameters: dict[str, Any], stride: int) -> None:
+    """A forward pass has the latest token, the drafts and as many masks."""
+    decided = resolve(served(IDLM, block_length=block_size), **parameters)
+    assert (decided.algorithm, decided.stride) == ("introspective", stride)
+    assert decided.block_length == 2 * stride - 1

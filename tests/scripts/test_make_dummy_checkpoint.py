@@ -22,6 +22,7 @@ BILLIONS = {
     ("llada22", "flash"): 102.9,
     ("sdar", "8b"): 8.2,
     ("sdar", "4b"): 4.4,
+    ("idlm", "8b"): 8.2,
     ("sdar-moe", "30b-a3b"): 30.5,
     ("fast-dllm", "7b"): 7.6,
     ("stable-diffcoder", "8b"): 8.25,

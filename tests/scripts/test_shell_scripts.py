@@ -29,6 +29,7 @@ SERVERS = {
     "nemotron": ("nemotron-labs-diffusion-8b", 8906, 131072),
     "stable-diffcoder": ("stable-diffcoder-8b-instruct", 8907, 8192),
     "a2d": ("qwen3-0.6b-diffusion-mdlm", 8909, 32768),
+    "idlm": ("i-dlm-8b", 8920, 40960),
 }
 SERVER_SCRIPTS = {family: f"run_{family.replace('-', '_')}_server.sh" for family in SERVERS}
 WITH_HELP = (

@@ -15,7 +15,7 @@ from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import BatchMaker, Example
 
-FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22")
+FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22", "idlm")
 # All of the recipe but the training: two small iterations, one forward pass per verification.
 QUICK = Plan(
     training=TrainingSettings(
@@ -95,6 +95,7 @@ def test_moe_templates_name_roles(checkpoints: dict[str, Path], family: str) -> 
     ("family", "start", "off"),
     [
         ("sdar", "", "<think>\n\n</think>\n\n"),
+        ("idlm", "", "<think>\n\n</think>\n\n"),
         ("nemotron", "<|im_start|>system\n<|im_end|>\n", "<think></think>"),
     ],
 )
@@ -116,9 +117,12 @@ def test_templates_may_leave_thinking_out(
     [
         ("dream", ["<|beginoftext|>", "<|endoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]),
         *((family, [*MOE_TOKENS]) for family in ("llada-moe", "llada2", "llada22")),
-        (
-            "sdar",
-            ["<|endoftext|>", "<|MASK|>", "<|im_start|>", "<think>", "</think>", "<|im_end|>"],
+        *(
+            (
+                family,
+                ["<|endoftext|>", "<|MASK|>", "<|im_start|>", "<think>", "</think>", "<|im_end|>"],
+            )
+            for family in ("sdar", "idlm")
         ),
         ("fast-dllm", ["<|endoftext|>", "|<MASK>|", "<|im_start|>", "<|im_end|>"]),
         (
@@ -147,6 +151,7 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
         ("llada2", {"pad"}, "<|mask|>"),
         ("llada22", {"pad"}, "<|mask|>"),
         ("sdar", {"eos", "pad", "mask", "bos"}, "<|MASK|>"),
+        ("idlm", {"eos", "pad", "mask", "bos"}, "<|MASK|>"),
         ("fast-dllm", {"eos", "bos"}, None),
         ("nemotron", {"eos", "bos", "mask"}, None),
     ],
@@ -169,7 +174,9 @@ def test_where_the_special_ids_are_found(
     stop = json.loads((checkpoints[family] / "generation_config.json").read_text())["eos_token_id"]
     turn = load_family(family).special_tokens.eot
     both = [tokenizer.convert_tokens_to_ids(turn), tokenizer.eos_token_id]
-    assert stop == (both if family in ("llada2", "llada22", "sdar", "fast-dllm") else both[1])
+    assert stop == (
+        both if family in ("llada2", "llada22", "sdar", "idlm", "fast-dllm") else both[1]
+    )
 
 
 # --- forward pass ----------------------------------------------------------------------------

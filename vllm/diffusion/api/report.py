@@ -30,6 +30,8 @@ class DiffusionReport(BaseModel):
             step would have committed nothing, or a draft was accepted. It is a lower bound if the
             number of steps does not determine how many tokens a step commits.
         states_drafted, states_accepted: number of drafts, and of accepted drafts.
+        drafts_tried, drafts_held, cold_forwards: with `introspective`, drafts that were verified,
+            drafts that were accepted, and forward passes without drafts after the first one.
         steps_per_forward: denoising steps per forward pass.
         num_end_tokens: canvas positions from the token that ended an answer to the end of the
             canvas. They are not part of the answer; an empty answer counts all positions.
@@ -62,6 +64,9 @@ class DiffusionReport(BaseModel):
     peak_bytes: int | None = None
     average_bytes: int | None = None
     budget_bytes: int | None = None
+    drafts_tried: int | None = None
+    drafts_held: int | None = None
+    cold_forwards: int | None = None
     replaced_by: dict[str, str] | None = None
     canvas_lengths: list[int] | None = None
     infilled: list[dict[int, int]] | None = None
@@ -96,6 +101,9 @@ class DiffusionReport(BaseModel):
             denoise_ms=max((r["denoise_ms"] for r in reports), default=0.0),
             seeds=[r["seed"] for r in reports],
             ignored=ignored,
+            drafts_tried=_sum_of(reports, "drafts_tried"),
+            drafts_held=_sum_of(reports, "drafts_held"),
+            cold_forwards=_sum_of(reports, "cold_forwards"),
             replaced_by=_replacements(ignored) or None,
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
@@ -113,7 +121,16 @@ class DiffusionReport(BaseModel):
 
 _INCOMPLETE = "\ufffd"  # replacement character that tokenizers write for an incomplete character
 _MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
-_RARE = ("replaced_by", "canvas_lengths", "infilled", "trajectories", "error")
+_RARE = (
+    *("replaced_by", "canvas_lengths", "infilled", "trajectories", "error"),
+    *("drafts_tried", "drafts_held", "cold_forwards"),
+)
+
+
+def _sum_of(reports: Iterable[Mapping[str, Any]], name: str) -> int | None:
+    """Return the sum of a number that only some algorithms report; None without any."""
+    numbers = [report[name] for report in reports if name in report]
+    return sum(numbers) if numbers else None
 
 
 def _replacements(ignored: Iterable[str]) -> dict[str, str]:

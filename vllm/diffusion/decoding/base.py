@@ -84,6 +84,20 @@ class Commit(NamedTuple):
     tokens: Array
 
 
+class DraftCounts(NamedTuple):
+    """Drafts of single tokens that a rule has made so far.
+
+    Attributes:
+        tried: drafts that a forward has verified.
+        held: drafts that were right, with all drafts before them.
+        cold: forwards without drafts after the first one.
+    """
+
+    tried: int = 0
+    held: int = 0
+    cold: int = 0
+
+
 class ScorePick(NamedTuple):
     """Commit of a rule that uses only scores: the most certain candidates.
 
@@ -127,8 +141,11 @@ class DecodingRule(ABC):
     scores: TokenScores | None = None
     # Lengths that the canvas takes after the latest choice, in order; empty if it keeps its length.
     new_lengths: tuple[int, ...] = ()
+    draft_counts: DraftCounts | None = None  # set by rules that draft single tokens
     num_unconfirmed = 0  # positions of the answer that the rule may mask again
     first_step = 0  # step of the request at which the steps of its random numbers count from 0
+    # Whether a random number depends on the position of its token, and not on the step.
+    has_positional_noise = False
     # The blocks that have begun, half-open, for rules that choose their ends.
     block_bounds: tuple[tuple[int, int], ...] | None = None
 
@@ -139,6 +156,10 @@ class DecodingRule(ABC):
         # Comparing an array with a Python number takes twice the time.
         self._mask = np.array(params.mask_id)
         self._takes_all = False
+
+    def noise_step(self, num_steps: int) -> int:
+        """Return the number of a step in the random numbers that choose tokens."""
+        return 0 if self.has_positional_noise else num_steps - self.first_step
 
     def fork(self) -> Self:
         """Return an independent copy, which may continue with other tokens.

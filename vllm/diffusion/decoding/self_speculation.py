@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, Commit, DecodingRule, ForwardTarget
 from vllm.diffusion.decoding.seeded_block import ThinkingBudget
 from vllm.diffusion.decoding.until_filled import with_best
@@ -28,13 +29,18 @@ class SelfSpeculation(DecodingRule):
     other, fills all masks whose confidence reaches the threshold, and always the best one; this
     repeats until no mask is left. Then row i of a causal forward predicts the token after position
     i. All draft tokens before the first mismatch are committed, and the predicted token replaces
-    the mismatch and becomes the next seed. Draft and confirmation use independent random numbers.
-    The mask token is never proposed.
+    the mismatch and becomes the next seed. Draft and confirmation use the same random numbers,
+    which depend on the position alone, so that the answer does not depend on the drafts. The mask
+    token is never proposed.
     """
+
+    has_positional_noise = True
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self.forbid_mask = True
+        if params.is_strictly_causal:  # draws as other Qwen models: from the filtered distribution
+            self.scoring = CandidateScoring(draw="filtered", scores_all=True)
         self._next = prompt_length  # position of the next token; all earlier positions are settled
         self._end = prompt_length + params.gen_length
         self._budget = ThinkingBudget(params, prompt_length)

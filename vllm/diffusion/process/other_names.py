@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.request.families import A2D_KIND
+from vllm.diffusion.request.families import A2D_KIND, REGULAR_CAUSAL
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ logger = init_logger(__name__)
 
 _SDAR = "SDARForCausalLM"
 _QWENS = {"Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
-_REGULAR_CAUSAL = "use_regular_causal"
 # Numbers of masks of a stride of I-DLM. SDAR has blocks of 4, 8, 16, 32 or 64 positions.
 _STRIDES = (1, 2, 3, 7)
 _UNSUPPORTED = {"EfficientDLM": "Efficient-DLM"}
@@ -96,14 +95,13 @@ def _check_a2d(config: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> None:
-    """Refuse I-DLM and models derived from it, which have SDAR's architecture."""
+    """Refuse models with SDAR's architecture that may be I-DLM, or that derive from it."""
     if config.get("use_relay"):
         raise ServerConfigError("use_relay: given true; not supported")
-    is_causal = config.get(_REGULAR_CAUSAL)
-    if is_causal:
-        raise ServerConfigError(
-            f"{_REGULAR_CAUSAL}: given true; this checkpoint is I-DLM, a diffusion model that is "
-            "not supported"
+    is_causal = config.get(REGULAR_CAUSAL)
+    if is_causal and has_adapter():
+        logger.warning(
+            "The folder 'adapter' is not used: drafts come from the weights of the checkpoint"
         )
     if is_causal is not None:
         return
@@ -113,8 +111,8 @@ def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> N
         evidence = "a folder adapter"
     if evidence is not None:
         raise ServerConfigError(
-            f"{_REGULAR_CAUSAL}: not in config.json beside {evidence}; wanted --hf-overrides "
-            f"'{{\"{_REGULAR_CAUSAL}\": true}}' for I-DLM, false for SDAR"
+            f"{REGULAR_CAUSAL}: not in config.json beside {evidence}; wanted --hf-overrides "
+            f"'{{\"{REGULAR_CAUSAL}\": true}}' for I-DLM, false for SDAR"
         )
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NEVER = 10_000  # iterations; longer than any answer takes
 # The schedule of dream stores a number for every step.
 MAX_STEPS = 1_000_000
+MIN_STRIDE, DEFAULT_STRIDE, MAX_STRIDE = 2, 4, 16
 CACHES_IN_TURN = ("none", "prefix", "dual", "frozen")
 GUIDED_CACHES = ("none", "frozen")  # caches that support guidance
 REMASKING: tuple[str, ...] = ("low_confidence", "random")
@@ -67,6 +68,8 @@ class Algorithm:
             later reject.
         is_open: whether it is for families without a mask token, whose canvases begin as noise.
             They support no other algorithms.
+        is_strict: for families with causal context: whether it is for families all of whose forward
+            passes are causal, or for the other ones; None for both.
         speculates: how its next states are drafted. "chain": each state from the previous one,
             because the number of committed positions does not depend on scores. "fan": several
             states after each one, for different numbers of committed positions. None: not at all,
@@ -94,6 +97,7 @@ class Algorithm:
     causal_rule: str | None = None
     drafts: bool = False
     is_open: bool = False
+    is_strict: bool | None = False
     speculates: Literal["chain", "fan"] | None = "fan"
 
     @property
@@ -397,6 +401,23 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             pace="rule alone",
             caches=_KEPT_BLOCKS,
             causal_rule="self_speculation.Autoregressive",
+            is_strict=None,
+            speculates=None,
+        ),
+        Algorithm(
+            "introspective",
+            "introspective.Introspective",
+            "the tokens of `autoregressive`, in fewer forward passes. Each pass verifies the "
+            "drafts of the previous pass, commits those before the first wrong one and the token "
+            "after them, and drafts the next `stride` - 1 tokens",
+            source=16,
+            blocks="none",
+            pace="rule alone",
+            parameters=("stride", "acceptance", "draft_branches"),
+            caches=_KEPT_BLOCKS,
+            causal_rule="introspective.Introspective",
+            drafts=True,
+            is_strict=True,
             speculates=None,
         ),
         Algorithm(
@@ -441,6 +462,8 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
     if family.has_causal_context:
         causal = {name: a for name, a in table.items() if a.causal_rule is not None}
         causal = {name: a for name, a in causal.items() if a.is_open == family.is_open}
+        kinds = (None, family.is_strictly_causal)
+        causal = {name: a for name, a in causal.items() if a.is_strict in kinds}
         return {name: dataclasses.replace(a, speculates=None) for name, a in causal.items()}
     return {
         name: algorithm
@@ -483,6 +506,20 @@ def _sub_block_length(length: int, request: Request) -> int:
     return block_length
 
 
+def stride_of(request: Request) -> int:
+    """Return the given stride, or that of the checkpoint if it is supported.
+
+    config.json has the number of masks, which is one less.
+    """
+    given: int | None = request.values["stride"]
+    checkpoints = (request.model.block_length or 0) + 1
+    return given or (checkpoints if MIN_STRIDE <= checkpoints <= MAX_STRIDE else DEFAULT_STRIDE)
+
+
+def _stride(_: int | None, request: Request) -> int | None:
+    return stride_of(request) if "stride" in request.algorithm.parameters else None
+
+
 def _delimiter_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...]:
     model = request.model
     if ids is None:
@@ -520,6 +557,7 @@ class AlgorithmParams:
 
     Attributes:
         steps_per_block: None if the algorithm has no steps.
+        stride: None if the algorithm has none.
         canvas_token_ids: None for noise.
     """
 
@@ -728,4 +766,24 @@ class AlgorithmParams:
         "daedal: certainty of the end below which masks may be inserted",
         default=0.9,
         minimum=0,
+    )
+    stride: int | None = algorithm_param(
+        "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. It "
+        "changes the speed, and no token of the answer",
+        default_text=f"block_size of config.json plus 1, else {DEFAULT_STRIDE}",
+        minimum=MIN_STRIDE,
+        maximum=MAX_STRIDE,
+        resolve=_stride,
+    )
+    acceptance: str = algorithm_param(
+        "introspective: when a draft is accepted. With coupled, if it is the token that "
+        "autoregressive draws with the same seed, so the answer is the same. With ratio, with a "
+        "probability that keeps the distribution of autoregressive",
+        default="coupled",
+        choices=("coupled", "ratio"),
+    )
+    draft_branches: str = algorithm_param(
+        "introspective: after which tokens a forward pass drafts. With last, only after all drafts",
+        default="last",
+        choices=("last",),
     )

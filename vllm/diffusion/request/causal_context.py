@@ -27,10 +27,13 @@ class CausalContext(Visibility):
         is_open: whether all positions of a block change until the block is finished. Then the last
             finished block, or the prompt, is computed together with the first forward pass of the
             block behind it, and rows of a block are marked (`WindowPart.block_start`).
+        is_strict: whether every forward pass is causal, so that a block is only the room of the
+            rows that follow the latest token.
     """
 
     block_length: int = 32
     is_open: bool = False
+    is_strict: bool = False
 
     @property
     def kept_unit(self) -> int:

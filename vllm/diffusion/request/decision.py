@@ -239,7 +239,7 @@ def decide(
         params = _with_end_of_thinking(params, request)
     if score is not None:
         return _scored(params, score, spec, request)
-    if request.algorithm.drafts:
+    if request.algorithm.drafts and not model.family.is_strictly_causal:
         _check_drafted(request, params)
     seed = request.given.get("seed")
     return params if seed is None else params.with_seed(seed)

@@ -81,6 +81,11 @@ class Family:
         return isinstance(self.visibility, CausalContext)
 
     @property
+    def is_strictly_causal(self) -> bool:
+        """Whether every position attends to earlier positions only."""
+        return isinstance(self.visibility, CausalContext) and self.visibility.is_strict
+
+    @property
     def is_open(self) -> bool:
         """Whether a canvas has no mask token: it begins as noise, and all of it may change."""
         return isinstance(self.visibility, CausalContext) and self.visibility.is_open
@@ -127,6 +132,21 @@ SDAR = Family(
     defaults={"threshold": 0.85},
     visibility=BlockCausal(),
     mask_token="<|MASK|>",
+)
+
+# Autoregressive models that also draft tokens at mask tokens (I-DLM). They have SDAR's names.
+REGULAR_CAUSAL = "use_regular_causal"
+
+IDLM = Family(
+    name="idlm",
+    served_as="idlm",
+    architectures=("SDARForCausalLM",),
+    model_types=("sdar",),
+    config_class="vllm.diffusion.models.idlm:IDLMConfig",
+    default_algorithm="introspective",
+    visibility=CausalContext(is_strict=True),
+    mask_token="<|MASK|>",
+    marks=(REGULAR_CAUSAL,),
 )
 
 SDAR_MOE = replace(
@@ -269,7 +289,7 @@ A2D_LLAMA = replace(
 
 FAMILIES: tuple[Family, ...] = (
     *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA, A2D_QWEN3, A2D_QWEN2, A2D_LLAMA),
-    *(LLADA2, LLADA21, LLADA22, SDAR, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER, NEMOTRON),
+    *(LLADA2, LLADA21, LLADA22, SDAR, IDLM, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER, NEMOTRON),
     DIFFUSION_GEMMA,
 )
 

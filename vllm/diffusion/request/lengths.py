@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.algorithms import ALGORITHMS
+from vllm.diffusion.request.algorithms import ALGORITHMS, stride_of
 from vllm.diffusion.request.request_fields import FIXED_WITH
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _lengths(request: Request, canvas: int, max_tokens: int) -> Lengths:
 def _grid_lengths(request: Request, canvas: int, max_tokens: int) -> Lengths:
     """Decide blocks and steps in block-causal families, where any length of block is allowed."""
     algorithm, model = request.algorithm, request.model
-    block_length = 1 if algorithm.blocks == "none" else _grid_block(request)
+    block_length = _grid_block(request) if algorithm.blocks != "none" else _rows(request)
     lengths = Lengths(canvas, max_tokens, block_length, None)
     if algorithm.pace != "steps":
         return lengths
@@ -295,6 +295,14 @@ def _grid_lengths(request: Request, canvas: int, max_tokens: int) -> Lengths:
     if model.family.caps_steps:
         per_block = min(per_block, canvas)
     return replace(lengths, steps=per_block * num_blocks, steps_per_block=per_block)
+
+
+def _rows(request: Request) -> int:
+    """Return the most rows of a forward pass of an algorithm without blocks."""
+    if "stride" not in request.algorithm.parameters:
+        return 1
+    # The latest token, stride - 1 drafts and stride - 1 masks.
+    return 2 * stride_of(request) - 1
 
 
 def _grid_block(request: Request) -> int:

@@ -37,8 +37,8 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     Attributes:
         stop_ids: ids that end the answer. It is empty with `ignore_eos`, which also turns off
             `early_stop`.
-        logit_shift, is_block_causal, has_causal_context, is_open, scores_after_filters,
-            counts_masks, completes_prompts: values of the family.
+        logit_shift, is_block_causal, has_causal_context, is_strictly_causal, is_open,
+            scores_after_filters, counts_masks, completes_prompts: values of the family.
         edit_ids: the tokens that delete and that insert a position.
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
@@ -64,6 +64,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     logit_shift: int = derived(lambda r: r.model.family.logit_shift)
     is_block_causal: bool = derived(lambda r: r.model.family.is_block_causal)
     has_causal_context: bool = derived(lambda r: r.model.family.has_causal_context)
+    is_strictly_causal: bool = derived(lambda r: r.model.family.is_strictly_causal)
     is_open: bool = derived(lambda r: r.model.family.is_open)
     scores_after_filters: bool = derived(lambda r: r.model.family.scores_after_filters)
     counts_masks: bool = derived(lambda r: r.model.family.counts_masks)

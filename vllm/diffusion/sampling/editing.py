@@ -3,7 +3,8 @@
 
 They are upstream's, in its order and in float32: allowed tokens, bad words, minimum length, bias,
 repetition, frequency and presence penalty. They count the tokens that are committed before the
-forward. Tokens that one forward commits do not affect each other.
+forward. Tokens that one forward commits do not affect each other, except in a causal forward, whose
+rows count the tokens before their position, drafts included.
 """
 
 from __future__ import annotations
@@ -96,16 +97,24 @@ class LogitEditor:
         more = length - len(self._open)
         self._open = np.pad(self._open, (0, more), constant_values=True)
 
-    def of(self, tokens: Array, positions: Array) -> RowEdits:
-        """Return the changes of the rows of `positions` [R] int64, ascending, of the sequence."""
+    def of(self, tokens: Array, positions: Array, *, is_causal: bool = False) -> RowEdits:
+        """Return the changes of the rows of `positions` [R] int64, ascending, of the sequence.
+
+        Args:
+            tokens: [T] int64, the sequence.
+            positions: the positions that the rows predict.
+            is_causal: whether a row depends only on the tokens before its position.
+        """
         edits = self._edits
         counted, in_prompt = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
         counts = np.empty((1, 0), dtype=np.float32)
         if edits.counts_tokens:
-            counted, in_prompt, counts = self._counted(tokens, positions)
+            count = self._counted_before if is_causal else self._counted
+            counted, in_prompt, counts = count(tokens, positions)
         first, last = np.searchsorted(positions, (self._start, self._start + edits.min_tokens))
         early = slice(int(first), int(last))
-        rows, columns = self._completed(tokens, positions)
+        complete = self._ended if is_causal else self._completed
+        rows, columns = complete(tokens, positions)
         if self._allowed.size and rows.size:
             rows, columns = self._without_blocked_rows(early, rows, columns)
         return RowEdits(
@@ -137,6 +146,31 @@ class LogitEditor:
             is_counted = np.atleast_1d(self._open[positions] & ~np.isin(answer_tokens, self._ends))
             counts = counts - ((counted == answer_tokens[:, None]) & is_counted[:, None])
         return counted, np.isin(counted, self._prompt), counts
+
+    def _counted_before(self, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Return the same as `_counted`, with the tokens before each position only."""
+        counts_token = self._open & (tokens != self._mask_id) & ~np.isin(tokens, self._ends)
+        at = counts_token.nonzero()[0]
+        counted = np.union1d(self._prompt, tokens[at])
+        counts = np.zeros((positions.size, counted.size), dtype=np.float32)
+        # Each token counts in the rows from the first one whose position comes after it.
+        first = np.searchsorted(positions, at, side="right")
+        at, first = at[first < positions.size], first[first < positions.size]
+        np.add.at(counts, (first, np.searchsorted(counted, tokens[at])), 1)
+        return counted, np.isin(counted, self._prompt), counts.cumsum(axis=0)
+
+    def _ended(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
+        """Return rows, and the tokens that would end a bad word that the canvas before begins."""
+        nothing = np.empty(0, dtype=np.int64)
+        rows, columns = [nothing], [nothing]
+        for word in self._words:
+            own = (positions >= self._start + len(word) - 1).nonzero()[0]
+            before = positions[own][:, None] - np.arange(len(word) - 1, 0, -1)
+            own = own[(tokens[before] == word[:-1]).all(axis=1)]
+            rows.append(own)
+            columns.append(np.full(own.size, word[-1]))
+        pairs = np.unique(np.stack((np.concatenate(rows), np.concatenate(columns))), axis=1)
+        return pairs[0], pairs[1]
 
     def _completed(self, tokens: Array, positions: Array) -> tuple[Array, Array]:
         """Return rows, and the tokens that would complete a bad word there with the tokens around.

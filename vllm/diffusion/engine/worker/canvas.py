@@ -168,7 +168,9 @@ class Canvas:
         if self._editor is None:
             return None
         sequence = self.tokens if tokens is None else tokens
-        return self._editor.of(self.rule.decided(sequence), positions + self.prompt_length)
+        is_causal = self._target is not None and self._target.is_causal
+        on_sequence = positions + self.prompt_length
+        return self._editor.of(self.rule.decided(sequence), on_sequence, is_causal=is_causal)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -420,6 +422,7 @@ class Canvas:
             num_steps=self.num_steps,
             num_forwards=self.num_forwards,
             num_drafts=self.num_drafts,
+            draft_counts=self.rule.draft_counts,
             num_committed=num_committed,
             next_rows=self.count_next_rows() if self.has_next else 0,
             new_lengths=self.new_lengths,

@@ -46,8 +46,8 @@ class BlockTracker:
             end = params.num_blocks * width
         is_grid = params.is_block_causal and not params.has_causal_context
         record = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
-        if record.blocks == "none" and not params.has_causal_context:
-            width = end
+        if record.blocks == "none":
+            width, end = (1, params.gen_length) if params.has_causal_context else (end, end)
         first = width - prompt_length % width if is_grid else width
         self._bounds = np.array([0, *range(first, end, width), end])
 

@@ -99,7 +99,7 @@ class SampleRows:
                 RowGroup(
                     params=canvas.params,
                     scoring=canvas.rule.scoring,
-                    step=canvas.num_steps - canvas.rule.first_step,
+                    step=canvas.rule.noise_step(canvas.num_steps),
                     forbid_mask=canvas.rule.forbid_mask,
                     rows=rows,
                     unconditional_rows=unconditional,

@@ -186,6 +186,8 @@ def _request(
     if model.family.has_causal_context:  # a block after one token, or a prompt to be prefilled
         canvas = length - 1 if 2 < length <= num_sampled else 1
         parameters = {"block_length": canvas}
+    if model.family.is_strictly_causal:  # a step of any length looks like that of a prompt
+        canvas, parameters = 1, {"algorithm": "autoregressive"}
     prompt = [0 if model.ids.mask else 1] * (length - canvas)
     temperature = 0.0 if cache == "none" else 1.0
     parameters |= {"cache": cache, "gen_length": canvas, "temperature": temperature, "seed": 0}

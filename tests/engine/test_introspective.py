@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Introspective decoding gives the autoregressive answer, whatever is drafted."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import causal_loops
+from reference.models import load_reference
+from reference.philox import uniform_matrix
+
+from tests.checkpoint_files import weights_of
+from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, make_case, random_prompt, save_weights
+from tests.engine.harness import (
+    Engine,
+    Request,
+    Response,
+    num_cached,
+    record,
+    running,
+    start,
+    step,
+    uncached,
+)
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.core.random_streams import CATEGORICAL
+from vllm.diffusion.engine.scheduler.paging import Paging
+
+STOP_IDS = (EOS_ID, EOT_ID)
+ROW_BUDGET = 40
+NUM_PAGES = 8  # one of them is reserved by upstream
+# Factors of the logits. Of the first model nearly no draft holds, of the second one many hold, of
+# the third one all.
+FACTORS = {"sharp": 1.0, "flat": 0.05, "constant": 0.0}
+
+
+def make_model(folder: Path, factor: float) -> Path:
+    """Write a checkpoint whose logits are multiplied by a factor."""
+    made = make_case(folder, "idlm")
+    weights = weights_of(made)
+    weights["lm_head.weight"] *= factor
+    save_weights(made, weights)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("idlm")
+    return {name: make_model(root / name, factor) for name, factor in FACTORS.items()}
+
+
+# This test is the first one of the file, because ranks are only forked if no engine ran before.
+def test_two_ranks(folders: dict[str, Path]) -> None:
+    with running(folders["flat"], tensor_parallel_size=2) as engine:
+        for more in ({}, {"temperature": 1.0, "seed": 3}):
+            asks = [ask(30, "autoregressive", **more), *(ask(30, stride=n, **more) for n in (2, 8))]
+            answers = engine.ask(*asks)
+            assert ids(answers) == [answers[0].token_ids] * 3
+
+
+@pytest.fixture(scope="module", params=list(FACTORS))
+def served(
+    request: pytest.FixtureRequest, folders: dict[str, Path]
+) -> Iterator[tuple[Engine, Path]]:
+    folder = folders[request.param]
+    with running(
+        folder, max_num_batched_tokens=ROW_BUDGET, num_gpu_blocks_override=NUM_PAGES
+    ) as engine:
+        yield engine, folder
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[str, Path]) -> Iterator[Engine]:
+    """Start an engine of the model of whose drafts many hold, with few rows and pages."""
+    with running(
+        folders["flat"],
+        max_num_batched_tokens=ROW_BUDGET,
+        num_gpu_blocks_override=NUM_PAGES,
+        disable_log_stats=False,
+    ) as engine:
+        yield engine
+
+
+def ids(answers: list[Response]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+def one_by_one(one: Request) -> Request:
+    """Return the same request, decoded one token at a time."""
+    extra = {k: v for k, v in one.extra.items() if k not in ("stride", "acceptance")}
+    return Request(one.prompt, {**extra, "algorithm": "autoregressive"})
+
+
+def ask(
+    length: int, algorithm: str = "introspective", prompt_seed: int = 0, **more: Any
+) -> Request:
+    extra = {"gen_length": 33, "ignore_eos": True, "algorithm": algorithm, **more}
+    return Request(random_prompt(length, prompt_seed), extra)
+
+
+def causal(model: Any, sequence: list[int], num_causal: int) -> torch.Tensor:
+    logits: torch.Tensor = model.causal_logits(torch.tensor([sequence]), num_causal)[0]
+    return logits
+
+
+def drawn(temperature: float, seed: int) -> Callable[[torch.Tensor, int], int]:
+    """Return the choice of a token by Gumbel noise that depends on its position alone."""
+
+    def choose(logits: torch.Tensor, place: int) -> int:
+        p = torch.softmax(logits / temperature, dim=-1).double()
+        u = uniform_matrix(seed, CATEGORICAL, 0, [place], len(logits))[0]
+        return int((p.log() - torch.log(-torch.log(u))).argmax())
+
+    return choose
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("stride", [2, 4, 7])
+def test_the_published_loop(stride: int, temperature: float, served: tuple[Engine, Path]) -> None:
+    """Answers and forward passes are those of the loop; answers are those of one at a time."""
+    engine, folder = served
+    model = load_reference(folder)
+    asks, wanted = [], []
+    for number, length in enumerate((20, 3, 70, 33)):
+        fields = {"temperature": temperature, "seed": 11 + number, "ignore_eos": False}
+        asks.append(ask(length, prompt_seed=number, stride=stride, **fields))
+        choose = drawn(temperature, 11 + number) if temperature else causal_loops.most_likely
+        lengths = {"gen_length": 33, "mask_id": MASK_ID, "stop_ids": STOP_IDS, "choose": choose}
+        logits_of = partial(causal, model)
+        wanted.append(
+            causal_loops.introspective(logits_of, asks[-1].prompt, **lengths, stride=stride)
+        )
+        alone = causal_loops.autoregressive(logits_of, asks[-1].prompt, **lengths)
+        assert wanted[-1].answer == alone.answer
+    for run in (asks, [uncached(one) for one in asks]):
+        answers = engine.ask(*run)
+        assert ids(answers) == [decoded.answer for decoded in wanted]
+        assert [a.num_forwards for a in answers] == [decoded.forwards for decoded in wanted]
+    assert engine.is_idle()
+
+
+@pytest.mark.parametrize("stride", [2, 4, 8])
+def test_drafts_that_hold_save_forward_passes(stride: int, folders: dict[str, Path]) -> None:
+    with running(folders["constant"]) as engine:
+        for length in (1, 2, 3, 10, 33):
+            one = ask(9, stride=stride, gen_length=length, temperature=1.0, seed=5)
+            (answer,) = engine.ask(one)
+            assert len(answer.token_ids) == length
+            num_full = -(-(length - 2) // stride) if length > 2 else 0
+            assert answer.num_forwards == min(length, 2) + num_full
+            counts = [answer.report[n] for n in ("drafts_tried", "drafts_held", "cold_forwards")]
+            assert counts == [num_full * (stride - 1)] * 2 + [int(length > 1)]
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "few tokens": {"allowed_token_ids": [5, 6, 7]},
+    "bias": {"logit_bias": {"7": 5.0, "8": 5.0}, "min_tokens": 9},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.5}
+    | {"allowed_token_ids": [5, 6, 7, 8, 9]},
+    "bad words": {"bad_words": ["ab", "ba", "aab", "bcc"]},
+    "end": {"ignore_eos": False, "logit_bias": {str(EOS_ID): 3.0}, "min_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS.keys())
+def test_edits_count_the_drafts_before_a_row(
+    edits: dict[str, Any], temperature: float, engine: Engine
+) -> None:
+    if "bad_words" in edits:
+        encode = engine.llm.get_tokenizer().encode
+        letters = sorted({token for word in ("a", "b", "c") for token in encode(word)})
+        edits = {**edits, "allowed_token_ids": letters}
+    asks, plain = [], []
+    for seed in range(4):
+        more = {"temperature": temperature, "seed": seed, "prompt_seed": seed, **edits}
+        plain.append(ask(12 + seed, "autoregressive", **more))
+        asks += [ask(12 + seed, stride=stride, **more) for stride in (2, 4, 16)]
+    wanted = ids(engine.ask(*plain))
+    assert ids(engine.ask(*asks)) == [one for one in wanted for _ in range(3)]
+
+
+def test_many_seeds(engine: Engine) -> None:
+    """Seeds, strides and temperatures in one batch; many drafts hold."""
+    asks = [
+        ask(5 + seed % 7, prompt_seed=seed % 5, seed=seed, temperature=(0.7, 1.0, 1.3)[seed % 3])
+        for seed in range(40)
+    ]
+    strided = [
+        Request(a.prompt, {**a.extra, "stride": (2, 4, 8)[seed % 3]}) for seed, a in enumerate(asks)
+    ]
+    answers = engine.ask(*strided)
+    assert ids(answers) == ids(engine.ask(*map(one_by_one, asks)))
+    assert sum(a.num_forwards or 0 for a in answers) < 0.8 * 33 * len(asks)
+
+
+def test_ratio_in_a_batch(engine: Engine) -> None:
+    """Answers of `ratio` depend on the seed alone, and more of its drafts hold."""
+    asks = [
+        ask(20, prompt_seed=seed % 3, seed=seed, temperature=1.0, stride=4, acceptance="ratio")
+        for seed in range(12)
+    ]
+    answers = engine.ask(*asks)
+    assert ids([engine.ask(uncached(one))[0] for one in asks[:3]]) == ids(answers[:3])
+    coupled = engine.ask(*(Request(a.prompt, {**a.extra, "acceptance": "coupled"}) for a in asks))
+    assert ids(engine.ask(*asks, asks[0]))[:12] == ids(answers)
+    held, others = (sum(a.report["drafts_held"] for a in some) for some in (answers, coupled))
+    assert held > others
+    greedy = [Request(a.prompt, {**a.extra, "temperature": 0.0}) for a in asks[:3]]
+    assert ids(engine.ask(*greedy)) == ids(engine.ask(*map(one_by_one, greedy)))
+
+
+def test_log_probabilities_of_ratio(engine: Engine, folders: dict[str, Path]) -> None:
+    """They are those of the model after the tokens before, as with `coupled`."""
+    fields = {"temperature": 1.0, "top_k": 50, "seed": 4, "return_trajectory": True}
+    one = ask(20, acceptance="ratio", stride=4, **fields)
+    (answer,) = engine.ask(one)
+    sequence = [*one.prompt, *answer.token_ids]
+    logits = causal(load_reference(folders["flat"]), sequence, len(sequence))
+    logits[:, MASK_ID] = -torch.inf
+    logprobs = torch.log_softmax(logits, dim=-1)
+    wanted = [logprobs[20 + i - 1, token] for i, token in enumerate(answer.token_ids)]
+    actual = torch.tensor(answer.report["trajectory"]["logprobs"])
+    torch.testing.assert_close(actual, torch.stack(wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_log_probabilities_are_those_of_one_token_at_a_time(engine: Engine) -> None:
+    fields = {"temperature": 1.0, "seed": 8, "return_trajectory": True, "return_entropy": True}
+    one, other = engine.ask(ask(20, "autoregressive", **fields), ask(20, stride=4, **fields))
+    wanted, actual = (answer.report["trajectory"] for answer in (one, other))
+    assert actual["token_ids"] == wanted["token_ids"] == one.token_ids
+    for name in ("logprobs", "entropies"):
+        torch.testing.assert_close(
+            torch.tensor(actual[name]), torch.tensor(wanted[name]), atol=1e-4, rtol=1e-4
+        )
+    assert actual["block_starts"] == wanted["block_starts"]
+    assert actual["num_steps"] < wanted["num_steps"]
+    assert other.report["drafts_held"] > 0 == one.report.get("drafts_held", 0)
+    assert max(actual["commit_steps"]) == actual["num_steps"]
+    assert sorted(actual["commit_steps"]) == actual["commit_steps"]
+
+
+def test_pages_hold_no_draft(engine: Engine) -> None:
+    """The pages of an answer serve a later prompt as pages of a prompt do."""
+    fields = {"temperature": 1.0, "seed": 2, "gen_length": 130}
+    assert engine.scheduler.reset_prefix_cache()
+    (answer,) = engine.ask(ask(40, stride=6, **fields))
+    follow = Request([*random_prompt(40), *answer.token_ids, 9], ask(1, gen_length=20).extra)
+    assert num_cached(engine, follow) == 128
+    wanted = engine.ask(uncached(follow))
+    assert ids(engine.ask(follow)) == ids(wanted)
+
+
+def test_who_loses_its_pages_goes_on_where_it_was(
+    engine: Engine, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = [ask(60, prompt_seed=n, stride=2 + n, temperature=1.0, seed=n) for n in range(6)]
+    wanted = [engine.ask(one_by_one(one))[0].token_ids for one in asks]
+    lost = record(monkeypatch, Paging, "preempt", lambda _, paging, item: item.req_id)
+    assert engine.scheduler.reset_prefix_cache()
+    assert ids(engine.ask(*asks)) == wanted
+    assert lost
+    assert engine.is_idle()
+
+
+def test_a_prompt_in_parts(engine: Engine) -> None:
+    one = ask(110, stride=9, temperature=1.0, seed=4)
+    (alone,) = engine.ask(one_by_one(one))
+    start(engine, "a", one)
+    answers: dict[str, Response] = {}
+    for count in range(400):
+        answers |= step(engine)
+        if "a" in answers:
+            break
+        if count % 7 == 0:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert answers["a"].token_ids == alone.token_ids
+
+
+def test_an_answer_with_a_format_is_written_one_token_at_a_time(engine: Engine) -> None:
+    fields = {"structured_outputs": {"choice": ["Paris", "London"]}}
+    (answer,) = engine.ask(Request(random_prompt(20), {"gen_length": 32, **fields}))
+    assert answer.text in ("Paris", "London")
+
+
+def test_a_likelihood_is_that_of_the_next_token(engine: Engine, folders: dict[str, Path]) -> None:
+    prompt = random_prompt(30, 8)
+    parameters = {"score": {"positions": [3, 29], "token_ids": [[1, 2], [5]]}}
+    (answer,) = engine.ask(Request(prompt, parameters))
+    logits = causal(load_reference(folders["flat"]), prompt, 30)
+    actual, given = torch.log_softmax(logits, dim=-1), answer.report["scores"]["logprobs"]
+    torch.testing.assert_close(torch.tensor(given[0]), actual[2, [1, 2]], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(given[1]), actual[28, [5]], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"stride": 32}, "stride: given 32; wanted at most 16"),
+        ({"stride": 1}, "stride: given 1; wanted at least 2"),
+        ({"acceptance": "greedy"}, "acceptance: given 'greedy'; wanted one of: coupled, ratio"),
+        ({"algorithm": "low_confidence_dynamic"}, "wants autoregressive or introspective"),
+        ({"algorithm": "autoregressive", "stride": 4}, "does not use it"),
+        ({"allow_infill": True}, "allow_infill"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], line: str, engine: Engine) -> None:
+    with pytest.raises((ValueError, InvalidParameterError), match=line):
+        engine.ask(ask(5, **fields))
+
+
+def test_the_stride_is_the_checkpoints(engine: Engine) -> None:
+    (answer,) = engine.ask(ask(5, return_trajectory=True))
+    assert answer.report["trajectory"]["parameters"]["stride"] == 4
