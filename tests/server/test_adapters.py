@@ -322,8 +322,10 @@ def test_the_page_offers_adapters(
     browser.run("document.getElementById('question').focus()")
     browser.type("What is 3 plus 4?")
     browser.key("Enter")
-    browser.wait_for("document.querySelectorAll('.answer .text:not(.open)').length === 2")
-    texts = browser.run("[...document.querySelectorAll('.answer .text')].map(a => a.innerText)")
+    shown = "[...document.querySelectorAll('.answer .text:not(.open)')].map(a => a.innerText)"
+    browser.wait_for("document.getElementById('send').textContent === 'Send'")
+    browser.wait_for(f"{shown}.filter(Boolean).length === 2")
+    texts = browser.run(shown)
     assert texts[0] != texts[1]
     browser.open(f"{process.url}/")
     browser.wait_for("document.body.dataset.state === 'ready'")
