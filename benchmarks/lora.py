@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 NUM_ADAPTERS = 8  # with --mixed
-MIXED_ROWS = 32  # of a request
+MIXED_ROWS = 32  # rows of a request
 WARM_UP_STEPS = 3
 STD = 0.02
 COLUMNS = {"modules": ">9", "rank": ">4", "N": ">2", "rows": ">5", "without": ">9.3f"}
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def adapter_x(self) -> float:
-        """The same ratio of a step with adapters."""
+        """Ratio of a step with adapters to the engine without adapters."""
         return self.adapter_ms / self.without_ms
 
 

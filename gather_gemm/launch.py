@@ -163,10 +163,12 @@ class ExpandConfig:
 
 MAX_PIECES = 3  # pieces of the columns of an expansion
 # Maximum number of rows of a step, and the rows of a tile for it.
-_LOW_RANK_TILES = ((128, 16), (1024, 32), (None, 64))
+_LOW_RANK_TILES = ((256, 16), (1024, 32), (None, 64))
+_SHRINK_RANKS = 64  # maximum ranks of a tile
 _MAX_SPLITS = 8
-MAX_SPLIT_ROWS = 1024  # rows times splits; with more rows, tiles alone fill the GPU
-_MIN_SPLIT_DEPTH = 256
+_SHRINK_PROGRAMS = 128  # programs of all tiles and splits, unless tiles alone are more
+_MIN_SPLIT_DEPTH = 1024
+MAX_SPLIT_ROWS = 2048  # limit of rows times splits
 
 
 def low_rank_tile(num_rows: int) -> int:
@@ -174,18 +176,20 @@ def low_rank_tile(num_rows: int) -> int:
     return next(rows for limit, rows in _LOW_RANK_TILES if limit is None or num_rows <= limit)
 
 
-def low_rank_splits(num_rows: int, depth: int) -> int:
+def low_rank_splits(num_rows: int, depth: int, num_ranks: int) -> int:
     """Return in how many parts `shrink` computes its sums, each by its own programs.
 
     Rows times parts are at most `MAX_SPLIT_ROWS`, unless there is only one part.
     """
-    limit = min(_MAX_SPLITS, MAX_SPLIT_ROWS // max(num_rows, 1), depth // _MIN_SPLIT_DEPTH)
+    num_tiles = -(-num_rows // low_rank_tile(num_rows)) * -(-num_ranks // _SHRINK_RANKS)
+    limit = min(_MAX_SPLITS, _SHRINK_PROGRAMS // max(num_tiles, 1), depth // _MIN_SPLIT_DEPTH)
+    limit = min(limit, MAX_SPLIT_ROWS // max(num_rows, 1))
     return 1 << max(limit, 1).bit_length() - 1
 
 
 def choose_shrink(num_ranks: int, element_bytes: int) -> ShrinkConfig:
     """Choose the tile for the ranks of all parts together."""
-    ranks = min(max(_power_of_two(num_ranks), 16), 64)
+    ranks = min(max(_power_of_two(num_ranks), 16), _SHRINK_RANKS)
     if element_bytes > 2:
         return ShrinkConfig(ranks, 32, num_warps=4, num_stages=2)
     return ShrinkConfig(ranks, 128, num_warps=4, num_stages=4)

@@ -11,18 +11,30 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import MAX_PIECES, choose_expand, choose_gated_expand, choose_shrink
-from .overlap import begin, overlaps
+from .overlap import allow_next, overlaps, wait
 
 
 @triton.jit
 def _read_tile(tiles, first_row, num_rows, ROWS: tl.constexpr):
-    """Return a program's slot, the rows of its tile, and which of them it computes."""
+    """Return a program's slot, the rows of its tile, and which of them it computes.
+
+    Loads of tables and matrices bypass L1, because they precede the wait for earlier kernels.
+    """
     entry = tiles + 3 * tl.program_id(0)
-    slot = tl.load(entry).to(tl.int64)
+    slot = tl.load(entry, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(entry + 1, cache_modifier=".cg")
+    count = tl.load(entry + 2, cache_modifier=".cg")
     offsets = tl.arange(0, ROWS)
-    rows = tl.load(entry + 1) - first_row + offsets
-    is_row = (offsets < tl.load(entry + 2)) & (rows >= 0) & (rows < num_rows)
+    rows = start - first_row + offsets
+    is_row = (offsets < count) & (rows >= 0) & (rows < num_rows)
     return slot, rows.to(tl.int64), is_row
+
+
+@triton.jit
+def _read_rank(ranks, slot, part, ranks_stride):
+    """Return the rank of a part of a slot; 0 without a slot."""
+    place = ranks + slot * ranks_stride + part
+    return tl.load(place, mask=slot >= 0, other=0, cache_modifier=".cg")
 
 
 # Numbers that differ from step to step, and tables that are read number by number. Neither selects
@@ -58,27 +70,33 @@ def shrink_kernel(
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    allow_next(OVERLAPS)
     slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
-    if slot < 0:
-        return
     rank = 0
     for part in tl.static_range(PARTS):
-        rank = tl.maximum(rank, tl.load(ranks + slot * ranks_stride + part))
+        rank = tl.maximum(rank, _read_rank(ranks, slot, part, ranks_stride))
     # The parts' ranks are numbered one part after the other, without the room that they leave.
     first = tl.program_id(1) * RANKS
     if first >= PARTS * rank:
+        wait(OVERLAPS)
         return
     numbers = first + tl.arange(0, RANKS)
     parts = numbers // rank
     own = numbers - parts * rank
     is_part = parts < PARTS
-    is_own = is_part & (own < tl.load(ranks + slot * ranks_stride + parts, mask=is_part, other=0))
+    limits = tl.load(
+        ranks + slot * ranks_stride + parts, mask=is_part, other=0, cache_modifier=".cg"
+    )
+    is_own = is_part & (own < limits)
+    scale = tl.load(
+        scales + slot * scales_stride + parts, mask=is_own, other=0.0, cache_modifier=".cg"
+    )
     start = tl.program_id(2) * split_depth
     depth_ids = tl.arange(0, DEPTH)
     x_rows = x + rows[:, None] * x_stride
     down_rows = down + slot * slot_stride + (parts * part_stride + own * rank_stride)[None, :]
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    wait(OVERLAPS)
     for done in range(0, split_depth, DEPTH):
         ids = start + done + depth_ids
         left = tl.load(
@@ -88,7 +106,6 @@ def shrink_kernel(
             down_rows + ids[:, None], mask=is_own[None, :] & (ids < depth)[:, None], other=0.0
         )
         total = tl.dot(left, right, total, input_precision="ieee")
-    scale = tl.load(scales + slot * scales_stride + parts, mask=is_own, other=0.0)
     tl.store(
         low
         + tl.program_id(2) * split_stride
@@ -100,34 +117,70 @@ def shrink_kernel(
 
 
 @triton.jit
-def _delta(
-    low_rows,  # pointers to the part's first number of every row, [ROWS]
+def _load_up(
     up_columns,  # pointers to the first rank of every column, [COLUMNS]
+    start,
     rank,
+    is_column,
+    up_stride,
+    RANKS: tl.constexpr,
+):
+    """Load the ranks from `start` on of some columns, [RANKS, COLUMNS]."""
+    ids = start + tl.arange(0, RANKS)
+    return tl.load(
+        up_columns[None, :] + ids[:, None] * up_stride,
+        mask=(ids < rank)[:, None] & is_column[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+
+
+@triton.jit
+def _load_low(
+    low_rows,  # pointers to the part's first number of every row, [ROWS]
+    start,
+    rank,
+    max_rank,
+    is_row,
+    split_stride,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Load the sums of the ranks from `start` on, [ROWS, RANKS] in fp32."""
+    ids = start + tl.arange(0, RANKS)
+    # Whole vectors are loaded, up to a multiple of 16 ranks.
+    is_low = is_row[:, None] & ((ids < (rank + 15) // 16 * 16) & (ids < max_rank))[None, :]
+    places = low_rows[:, None] + ids[None, :]
+    if SPLITS == 1:
+        low = tl.load(places, mask=is_low, other=0.0)
+    else:
+        splits = tl.arange(0, SPLITS)[:, None, None] * split_stride
+        low = tl.sum(tl.load(places[None] + splits, mask=is_low[None], other=0.0), axis=0)
+    return tl.where((ids < rank)[None, :], low, 0.0)
+
+
+@triton.jit
+def _add_delta(
+    total,  # [ROWS, COLUMNS] fp32
+    first_up,  # the first ranks, as `_load_up` returns them
+    low_rows,
+    up_columns,
+    rank,
+    max_rank,
     is_row,
     is_column,
     split_stride,
     up_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Return low up of a tile [ROWS, COLUMNS] in fp32; low is rounded to the dtype of up."""
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, rank, RANKS):
-        ids = start + tl.arange(0, RANKS)
-        is_low = is_row[:, None] & (ids < rank)[None, :]
-        left = tl.load(low_rows[:, None] + ids[None, :], mask=is_low, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            place = low_rows[:, None] + split * split_stride + ids[None, :]
-            left += tl.load(place, mask=is_low, other=0.0)
-        right = tl.load(
-            up_columns[None, :] + ids[:, None] * up_stride,
-            mask=(ids < rank)[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+    """Add low up to a tile; low is rounded to the dtype of up."""
+    low = _load_low(low_rows, 0, rank, max_rank, is_row, split_stride, RANKS, SPLITS)
+    total = tl.dot(low.to(first_up.dtype), first_up, total, input_precision="ieee")
+    for start in range(RANKS, rank, RANKS):
+        right = _load_up(up_columns, start, rank, is_column, up_stride, RANKS)
+        low = _load_low(low_rows, start, rank, max_rank, is_row, split_stride, RANKS, SPLITS)
+        total = tl.dot(low.to(right.dtype), right, total, input_precision="ieee")
     return total
 
 
@@ -168,18 +221,17 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    allow_next(OVERLAPS)
     slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
-    if slot < 0:
-        return
     block = tl.program_id(1)
     begin1 = tl.cdiv(count0, COLUMNS)
     begin2 = begin1 + tl.cdiv(count1, COLUMNS)
     is_1 = block >= begin1
     is_2 = block >= begin2
     part = tl.where(is_2, part2, tl.where(is_1, part1, part0))
-    rank = tl.load(ranks + slot * ranks_stride + part)
+    rank = _read_rank(ranks, slot, part, ranks_stride)
     if rank == 0:
+        wait(OVERLAPS)
         return
     source = tl.where(is_2, source2, tl.where(is_1, source1, source0))
     target = tl.where(is_2, target2, tl.where(is_1, target1, target0))
@@ -187,23 +239,27 @@ def expand_kernel(
     first = (block - tl.where(is_2, begin2, tl.where(is_1, begin1, 0))) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
     is_column = columns < count
-    delta = _delta(
+    up_columns = up + slot * slot_stride + source + columns
+    first_up = _load_up(up_columns, 0, rank, is_column, up_stride, RANKS)
+    places = out + rows[:, None] * out_stride + (target + columns)[None, :]
+    is_written = is_row[:, None] & is_column[None, :]
+    wait(OVERLAPS)
+    base = tl.load(places, mask=is_written, other=0.0)
+    total = _add_delta(
+        tl.zeros((ROWS, COLUMNS), dtype=tl.float32),
+        first_up,
         low + rows * low_stride + part * max_rank,
-        up + slot * slot_stride + source + columns,
+        up_columns,
         rank,
+        max_rank,
         is_row,
         is_column,
         split_stride,
         up_stride,
-        ROWS,
-        COLUMNS,
         RANKS,
         SPLITS,
     )
-    places = out + rows[:, None] * out_stride + (target + columns)[None, :]
-    is_written = is_row[:, None] & is_column[None, :]
-    base = tl.load(places, mask=is_written, other=0.0)
-    total = base.to(tl.float32) + delta
+    total += base.to(tl.float32)
     tl.store(places, total.to(out.dtype.element_ty), mask=is_written)
 
 
@@ -234,54 +290,65 @@ def gated_expand_kernel(
     SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
+    allow_next(OVERLAPS)
     slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
-    is_written = is_row[:, None] & is_column[None, :]
-    places = gate_up + rows[:, None] * gate_up_stride + columns[None, :]
-    gate = tl.load(places, mask=is_written, other=0.0).to(tl.float32)
-    up_half = tl.load(places + width, mask=is_written, other=0.0).to(tl.float32)
     # A tile without a slot has the rank 0, so that nothing of these addresses is read.
     low_rows = low + rows * low_stride
     up_columns = up + slot * slot_stride + columns
     if HAS_GATE:
-        rank = tl.load(ranks + slot * ranks_stride, mask=slot >= 0, other=0)
-        gate += _delta(
+        gate_rank = _read_rank(ranks, slot, 0, ranks_stride)
+        first_gate = _load_up(up_columns, 0, gate_rank, is_column, up_stride, RANKS)
+    if HAS_UP:
+        up_rank = _read_rank(ranks, slot, HAS_GATE, ranks_stride)
+        # The columns of the half follow the gate's columns, if these have a part.
+        up_half = up_columns + HAS_GATE * width
+        first_half = _load_up(up_half, 0, up_rank, is_column, up_stride, RANKS)
+    is_written = is_row[:, None] & is_column[None, :]
+    places = gate_up + rows[:, None] * gate_up_stride + columns[None, :]
+    wait(OVERLAPS)
+    gate_base = tl.load(places, mask=is_written, other=0.0)
+    up_base = tl.load(places + width, mask=is_written, other=0.0)
+    gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    half = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if HAS_GATE:
+        gate = _add_delta(
+            gate,
+            first_gate,
             low_rows,
             up_columns,
-            rank,
+            gate_rank,
+            max_rank,
             is_row,
             is_column,
             split_stride,
             up_stride,
-            ROWS,
-            COLUMNS,
             RANKS,
             SPLITS,
         )
     if HAS_UP:
-        rank = tl.load(ranks + slot * ranks_stride + HAS_GATE, mask=slot >= 0, other=0)
-        up_half += _delta(
+        half = _add_delta(
+            half,
+            first_half,
             low_rows + HAS_GATE * max_rank,
-            up_columns + HAS_GATE * width,
-            rank,
+            up_half,
+            up_rank,
+            max_rank,
             is_row,
             is_column,
             split_stride,
             up_stride,
-            ROWS,
-            COLUMNS,
             RANKS,
             SPLITS,
         )
     dtype = out.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    silu = tl.math.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
-    product = silu * up_half.to(dtype).to(tl.float32)
+    gate = (gate + gate_base.to(tl.float32)).to(dtype).to(tl.float32)
+    half = (half + up_base.to(tl.float32)).to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(
         out + rows[:, None] * out_stride + columns[None, :],
-        product.to(dtype),
+        (silu * half).to(dtype),
         mask=is_written,
     )
 

@@ -25,6 +25,7 @@ from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
 from vllm.diffusion.engine.worker.step_graphs import Bucket, buckets_of, fill
 from vllm.diffusion.engine.worker.warm_up import warm_up
+from vllm.diffusion.models.ahead import kernel_calls
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.request import decision, fields
 
@@ -70,7 +71,7 @@ def test_a_bucket_has_tiles_for_every_batch_that_fits() -> None:
         batch = adapted_batch(lengths, slots)
         bucket = buckets.find(batch)
         assert bucket is not None and bucket.tiles > 0
-        inputs = bucket.inputs(None, 1000, has_blocks=False)
+        inputs = bucket.inputs(None, 1000, has_blocks=False, marks_blocks=False)
         fill(inputs, batch)
         of_rows = np.full(bucket.rows, 99)
         for slot, first, count in inputs.tiles.tolist():
@@ -88,7 +89,7 @@ def test_steps_without_adapters_have_graphs_of_their_own() -> None:
     buckets = buckets_of(LLaDAConfig(**llada_config()), num_slots=1)
     plain = build_batch([canvas(40, "a")], 0, NO_PAGES)
     assert buckets.find(plain) == Bucket(48, 1, False)
-    assert Bucket(48, 1, False).inputs(None, 48, has_blocks=False).tiles is None
+    assert Bucket(48, 1, False).inputs(None, 48, has_blocks=False, marks_blocks=False).tiles is None
     adapted = buckets.find(adapted_batch([40], [0]))
     assert adapted is not None and adapted._replace(tiles=0) == Bucket(48, 1, False)
 
@@ -109,6 +110,19 @@ def test_the_warm_up_runs_every_step_without_and_with_an_adapter(
             assert np.array_equal(plain.token_ids, adapted.token_ids)
         assert engine.is_idle()
         assert engine.ask(as_request(prompt, **BLOCKS))[0].token_ids == before.token_ids
+
+
+def test_kernels_of_every_size_are_compiled_ahead(checkpoint: Callable[[str], Path]) -> None:
+    """The calls of an engine with adapters are those of each size of a product, at 5 row counts."""
+    with running(checkpoint("gqa")) as engine:
+        before = len(list(kernel_calls(engine.runner.model, torch.device("cpu"))))
+    with running(checkpoint("gqa"), enable_lora=True) as engine:
+        calls = list(kernel_calls(engine.runner.model, torch.device("cpu")))
+        # queries, keys and values; the output of attention; gate and up; down; the head
+        assert len(calls) - before == 5 * 5
+        with torch.inference_mode():
+            for call in calls[before:]:
+                call()
 
 
 def test_rows_are_sorted_by_slot(
@@ -155,13 +169,15 @@ def parts(tmp_path: Path) -> tuple[Path, list[Path]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 def test_replays_equal_the_layers_without_a_graph(
-    parts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+    quantization: str | None, parts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after an adapter was replaced, for which nothing is captured."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     folder, paths = parts
-    settings = {"dtype": "bfloat16", "max_model_len": 600, "max_num_seqs": 64}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 600, "max_num_seqs": 64}
+    settings["quantization"] = quantization
     with running(folder, enable_lora=True, max_loras=2, **settings) as engine:
         runner = engine.runner
         num_graphs = len(runner.graphs)

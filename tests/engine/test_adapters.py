@@ -24,12 +24,15 @@ from tests.checkpoints import random_prompt
 from tests.engine.cases import PLANS, mixed_asks
 from tests.engine.harness import (
     BLOCKS,
+    POOL_BYTES,
     Engine,
     Request,
     Response,
     engine_config,
+    record_plans,
     running,
     sampling_params,
+    shrink,
     speculating,
     step,
     to_answer,
@@ -37,6 +40,7 @@ from tests.engine.harness import (
 )
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN
+from vllm.diffusion.engine.worker import pool_budget
 from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.memory import Admission, Demand
 from vllm.diffusion.memory.plan import Plan
@@ -373,6 +377,35 @@ def test_chunks_and_groups_of_heads_use_the_adapters(
     assert engine.is_idle()
 
 
+def test_measured_peaks_are_the_predicted_ones(
+    parts: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured peaks match the plan, from a pool with room for a whole step to a small one."""
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    folder, (path, *_) = parts
+    one = Request(random_prompt(512), {"gen_length": 512, "block_length": 512, "steps": 2})
+    settings = {"max_model_len": 2048, "max_num_batched_tokens": 4096, "max_lora_rank": 128}
+    seen = set()
+    with running(folder, enable_lora=True, **settings) as engine:
+        largest, wanted = 0, None
+        for share in (1.0, 0.5, 0.25):
+            if largest:
+                shrink(engine.runner, int(share * largest))
+            actual = record_plans(engine, monkeypatch)
+            answers = tokens(ask(engine, [one], lora_request("a", 1, path)))
+            wanted = wanted or answers
+            assert answers == wanted
+            largest = largest or max(usage.peak_bytes for _, usage in actual)
+            for plan, usage in actual:
+                seen.add((plan.is_whole(1024), plan.layout.is_streamed))
+                assert usage.peak_bytes <= engine.runner.pool.budget_bytes
+                assert usage.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+        assert (True, False) in seen and (False, True) in seen
+        without = record_plans(engine, monkeypatch)
+        engine.ask(one)
+        assert all(usage.peak_bytes < 0.9 * largest for _, usage in without)
+
+
 def test_slices_of_a_long_step_between_steps_with_other_adapters(
     mixed: tuple[Engine, list[Any]],
 ) -> None:
@@ -424,7 +457,7 @@ def test_requests_arrive_and_leave_at_random(seed: int, mixed: tuple[Engine, lis
     assert engine.is_idle()
 
 
-@pytest.mark.parametrize("quantization", ["int4", "nf4"])
+@pytest.mark.parametrize("quantization", ["int4", "nf4", "fp8"])
 def test_quantised_bases_take_adapters(
     quantization: str, checkpoint: Callable[[str], Path], adapter_of: Any, tmp_path: Path
 ) -> None:
@@ -443,10 +476,58 @@ def test_quantised_bases_take_adapters(
         assert tokens(ask(engine, asks, lora_request("a", 2, path))) != plain
 
 
-def test_fp8_rows_are_refused(checkpoint: Callable[[str], Path]) -> None:
-    wrong = pytest.raises(ServerConfigError, match="rows of fp8")
-    with wrong, running(checkpoint("mha"), quantization="fp8", enable_lora=True):
+FP8_CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "all": ("mha", lambda _: True, {}),
+    "gate and up": ("mha", named("ff_proj", "up_proj"), {}),
+    "down": ("mha", named("ff_out"), {}),
+    "experts": ("llada2", lambda _: True, {}),
+    "attention in fp8": (
+        "mha",
+        named("attn_out"),
+        {"additional_config": {"dllm": {"attention_dtype": "fp8", "fp8_attention_min_tokens": 1}}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "modules", "options"), FP8_CASES.values(), ids=FP8_CASES)
+def test_fp8_weights(
+    family: str,
+    modules: Any,
+    options: dict[str, Any],
+    checkpoint: Callable[[str], Path],
+    adapter_of: Any,
+    tmp_path: Path,
+) -> None:
+    """Adapters multiply rows that are not quantised, so errors are those of the other products."""
+    folder, prompt = checkpoint(family), random_prompt(20, seed=2)
+    path = adapter_of(folder, modules=modules, gain=1.0)
+    merged = merge(folder, path, tmp_path / "merged")
+    with running(merged) as engine:
+        exact = scores_of(engine, prompt, None)
+    with running(merged, quantization="fp8", **options) as engine:
+        rounded = scores_of(engine, prompt, None)
+    with running(folder, quantization="fp8", **options) as engine:
+        plain = scores_of(engine, prompt, None)
+    with running(folder, quantization="fp8", enable_lora=True, **options) as engine:
+        assert torch.equal(scores_of(engine, prompt, None), plain)
+        scores = scores_of(engine, prompt, lora_request("a", 1, path))
+    assert (scores - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean()
+    assert (plain - exact).abs().mean() > 2 * (scores - exact).abs().mean()
+
+
+def test_slots_without_room_are_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot of rank 512 takes 6.6 MiB here, and the pool keeps what is configured for it."""
+    room = 20 << 20
+    monkeypatch.setattr(pool_budget, "free_bytes_of", lambda *_: POOL_BYTES + room)
+    wanted = "max_loras: given 4 of rank 512, [0-9.]+ MiB; wanted at most 3"
+    wrong = pytest.raises(ServerConfigError, match=wanted)
+    options = {"enable_lora": True, "max_lora_rank": 512}
+    with wrong, running(checkpoint("gqa"), max_loras=4, **options):
         pass
+    with running(checkpoint("gqa"), max_loras=3, **options) as engine:
+        assert engine.runner.adapters.take_report().slot_bytes < room // 3
 
 
 FLAGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -31,3 +31,15 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
             )
         )
     assert answer.token_ids == run.ids[:20]
+
+
+def test_ranks_divide_heads_experts_and_vocabulary(tmp_path: Path) -> None:
+    """Two ranks give the authors' tokens: expected embeddings are summed over the vocabulary."""
+    folder = make_gemma(tmp_path, num_global_key_value_heads=2)
+    prompt = random_prompt(30, 17)
+    run = run_loop(load_network(folder), prompt, max_tokens=20, seed=18, max_denoising_steps=6)
+    with running(folder, tensor_parallel_size=2) as engine:
+        sampling = {"temperature": 1.0, "seed": 18, "max_tokens": 20}
+        extra = {"ignore_eos": True, "steps_per_block": 6}
+        (answer,) = engine.ask(Request(prompt, extra, sampling))
+    assert answer.token_ids == run.ids[:20]

@@ -130,7 +130,9 @@ def padded_inputs(
     batch: StepBatch, bucket: Bucket
 ) -> tuple[StepInputs[Any], AttentionLayout[Any], list[Any]]:
     """Return a bucket's inputs filled with a batch, their layout, and all arrays but the tokens."""
-    inputs = bucket.inputs(NO_PAGES if bucket.is_cached else None, 1000, has_blocks=True)
+    inputs = bucket.inputs(
+        NO_PAGES if bucket.is_cached else None, 1000, has_blocks=True, marks_blocks=False
+    )
     ((layout,),) = inputs.layouts
     columns = (layout.query_ends, layout.key_starts, layout.key_counts)
     others = [inputs.positions, inputs.slot_mapping, *columns, layout.block_lengths, layout.firsts]

@@ -97,6 +97,24 @@ def test_bf16(load_model: Callable[..., Any], folder: Path, network: Any) -> Non
     assert own_error <= 1.5 * their_error
 
 
+def test_fp8(load_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Weights in fp8 change logits by little more than their rounding.
+
+    The experts' width is a little smaller than the kernel requires, so zeros are added.
+    """
+    folder = make_gemma(tmp_path, moe_intermediate_size=120)
+    network = load_network(folder)
+    prompt, canvas = some_tokens(30, 5), some_tokens(CANVAS, 6)
+    soft = torch.randn(CANVAS, 256, generator=torch.Generator().manual_seed(8))
+    exact = network_logits(network, prompt, canvas, soft).double()
+    model = load_model(folder, "bfloat16", quantization="fp8")
+    experts = model.layers[0].experts
+    assert model.is_fp8 and experts.w1.matrices.quantises
+    assert experts.w2.matrices.depth == 128
+    error = our_logits(model, prompt, canvas, soft).double() - exact
+    assert error.norm() <= 0.3 * exact.norm()  # some rows choose other experts
+
+
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_windows(window: int, page_size: int | None) -> None:

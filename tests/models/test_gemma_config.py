@@ -158,7 +158,7 @@ def test_upstream_sees_a_text_model(tmp_path: Path) -> None:
     assert config.scheduler_config.max_num_seqs > 8
 
 
-@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("quantization", "fp8")])
+@pytest.mark.parametrize(("name", "value"), [("tensor_parallel_size", 2), ("quantization", "int4")])
 def test_what_is_not_supported_is_refused_at_the_start(
     name: str, value: Any, tmp_path: Path
 ) -> None:

@@ -125,7 +125,9 @@ def test_pages_against_float64(generator, backend, dtype, num_heads, num_kv_head
     assert_close(result, wanted, dtype)
 
 
-@pytest.mark.parametrize(("head_dim", "rows"), list(zip(HEAD_DIMS, (64, 32, 64, 16), strict=True)))
+@pytest.mark.parametrize(
+    ("head_dim", "rows"), list(zip(HEAD_DIMS, (64, 32, 64, 16, 64, 16), strict=True))
+)
 @pytest.mark.parametrize("programs", [0, 1, 64])  # not split, split, split to the limit
 def test_other_heads_in_other_tiles(generator, head_dim, rows, programs):
     """Heads of other widths, with tiles of other sizes, in one range and in pages."""
@@ -133,13 +135,36 @@ def test_other_heads_in_other_tiles(generator, head_dim, rows, programs):
     q = random(generator, torch.bfloat16, num_rows, 4, head_dim)
     k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
     *stored, pages = in_pages(k, v, PAGE_SIZE)
+    num_warps, num_stages = (4, 3) if head_dim <= 128 else (8, 1)
     for spans, kept, table, config in (
-        (LAYOUTS["ragged"], (k, v), None, SplitConfig(rows, 64, programs, 4, 2)),
-        (PAGED_LAYOUTS["ragged"], stored, pages, SplitConfig(64, 32, programs, 4, 3)),
+        (LAYOUTS["ragged"], (k, v), None, SplitConfig(rows, 32, programs, num_warps, 2)),
+        (PAGED_LAYOUTS["ragged"], stored, pages, SplitConfig(64, 32, programs, 8, num_stages)),
     ):
         layout = AttentionLayout.of(spans, "cuda", table)
         result = split_attention(q, *kept, layout, config=config)
         assert_close(result, plain_attention(q, k, v, spans), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [256, 512])
+@pytest.mark.parametrize("window", [1, 100, 1024])
+def test_windows_of_wide_heads(generator, head_dim, window):
+    """Rows of a context and of a block, with our tiles, in one range and in pages."""
+    spans = [
+        Span(0, 70, 0, 1200, 1, 1130),
+        Span(70, 71, 64, 1264, first=1199),
+        Span(71, 199, 128, 1584, first=1200, block_start=1200),
+        Span(199, 327, 128, 1584, first=1200, block_start=1200),
+        Span(327, 327, 0, 64, 1),
+        Span(327, 583, 2048, 2304, block_start=0),
+    ]
+    q = random(generator, torch.bfloat16, spans[-1].q_end, 16, head_dim)
+    k, v = (random(generator, torch.bfloat16, NUM_KEYS, 2, head_dim) for _ in range(2))
+    wanted = plain_attention(q, k, v, spans, window)
+    *stored, pages = in_pages(k, v, PAGE_SIZE)
+    for kept, table in (((k, v), None), (stored, pages)):
+        layout = AttentionLayout.of(spans, "cuda", table)
+        result = split_attention(q, *kept, layout, window=window)
+        assert_close(result, wanted, torch.bfloat16)
 
 
 def test_every_bucket_runs_the_same_programs(generator, monkeypatch):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with low-rank matrices match float64, on a GPU and under Triton's interpreter."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -64,7 +66,7 @@ def test_64_slots_and_large_matrices(generator):
     size = low_rank_tile(case.num_rows)
     tiles = Tiles(tile_table(runs, size, "cuda"), size)
     out = torch.zeros(case.num_rows, 6144, dtype=torch.bfloat16, device="cuda")
-    low = case.low(tiles, low_rank_splits(case.num_rows, 4096))
+    low = case.low(tiles, low_rank_splits(case.num_rows, 4096, 3 * 128))
     pieces = Piece(0, 0, 0, 4096), Piece(1, 4096, 4096, 1024), Piece(2, 5120, 5120, 1024)
     expand(low, case.matrices, tiles, out, pieces)
     assert relative_error(out, case.delta) <= ERROR[torch.bfloat16]
@@ -151,7 +153,7 @@ def test_against_vllm(generator):
     tiles = Tiles(tile_table(runs, size, "cuda"), size)
     base = case.base(generator, width).contiguous()
     out, wanted = base.clone(), base.clone()
-    low = case.low(tiles, low_rank_splits(num_rows, depth))
+    low = case.low(tiles, low_rank_splits(num_rows, depth, rank))
     expand(low, case.matrices, tiles, out, (Piece(0, 0, 0, width),))
     meta = LoRAKernelMeta.make(2, num_rows, device="cuda")
     meta.prepare_tensors(torch.tensor([0] * 40 + [1] * 20, device="cuda"))
@@ -164,9 +166,9 @@ def test_against_vllm(generator):
 
 
 def test_parts_of_the_sum_take_bounded_memory():
-    for num_rows in (0, 1, 16, 33, 500, 1024, 1025, 100_000):
-        for depth in (1, 300, 4096, 12288):
-            num_splits = low_rank_splits(num_rows, depth)
+    for num_rows in (0, 1, 16, 33, 256, 257, 500, 1024, 1025, 2048, 2049, 100_000):
+        for depth, num_ranks in product((1, 300, 4096, 12288), (1, 16, 48, 384, 1536)):
+            num_splits = low_rank_splits(num_rows, depth, num_ranks)
             assert num_splits == 1 or num_splits * num_rows <= MAX_SPLIT_ROWS
             assert low_rank_tile(num_rows) in (16, 32, 64)
 

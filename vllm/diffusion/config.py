@@ -163,16 +163,16 @@ def _check_open(vllm_config: VllmConfig) -> None:
     family = family_of(vllm_config)
     if family is None or not family.is_open:
         return
-    given = {
-        "tensor_parallel_size": (vllm_config.parallel_config.tensor_parallel_size, 1),
-        "quantization": (vllm_config.model_config.quantization, None),
-    }
-    for name, (value, wanted) in given.items():
-        if value != wanted:
-            accepted = "none" if wanted is None else wanted
-            raise ServerConfigError(
-                f"{name}: given {value}; wanted {accepted} for a model of family {family.name}"
-            )
+    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    heads = model.hf_config.num_global_key_value_heads
+    if heads % num_ranks:
+        wanted = f"a divisor of num_global_key_value_heads {heads}"
+        raise ServerConfigError(f"tensor_parallel_size: given {num_ranks}; wanted {wanted}")
+    if model.quantization not in (None, "fp8"):
+        raise ServerConfigError(
+            f"quantization: given {model.quantization}; "
+            f"wanted none or fp8 for a model of family {family.name}"
+        )
 
 
 def _divide_rows(vllm_config: VllmConfig) -> None:

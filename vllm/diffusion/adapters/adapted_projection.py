@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import FreshBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,76 +54,121 @@ class AdaptedProjection(ops.Projection):
         """Refuse the call: plans ask the class of the checkpoint's projection instead."""
         raise NotImplementedError("wanted the workspace of the checkpoint's projection")
 
+    @property
+    def quantises(self) -> bool:  # type: ignore[override]
+        return self._base.quantises
+
     def rows(self, buffer: Buffer, num_rows: int, scratch: Buffers) -> Any:
+        """Take memory for rows; adapters multiply rows of the model dtype.
+
+        A projection that multiplies rows of fp8 then quantises them itself, to the same numbers.
+        """
+        if self._is_used:
+            return buffer.take(scratch, num_rows)
         return self._base.rows(buffer, num_rows, scratch)
 
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+    def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        low = self._shrunk(x, len(out), scratch)
         self._base.project(x, out, scratch, columns)
-        self._add(x, out, scratch, columns=columns)
+        self._expand(low, out, columns)
 
-    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        if not self._is_used:
+    def gated(self, x: Any, out: Any, scratch: Buffers) -> None:
+        low = self._shrunk(x, len(x), scratch)
+        if low is None:
             self._base.gated(x, out, scratch)
             return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
         gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
         self._base.project(x, gate_up, scratch)
-        low, matrices, tiles = self._shrunk(x, scratch)
-        has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
-        ops.gated_expand(low, matrices, tiles, gate_up, out, has_gate=has_gate, has_up=has_up)
+        plain = out
+        if isinstance(out, ops.QuantisedRows):
+            plain = stages.plain_rows(x.dtype, self._columns // 2).take(scratch, len(x))
+        self._expand_gated(low, self._adapted.tiles, gate_up, plain)
+        if isinstance(out, ops.QuantisedRows):
+            ops.quantise_rows(plain, out)
 
-    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+    def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        low = self._shrunk(h, len(out), scratch, features)
         self._base.multiply(h, out, scratch, features)
-        self._add(h, out, scratch, features=features)
+        self._expand(low, out)
 
-    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+    def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self._is_used):
+            low = self._shrunk(h, len(x), scratch, features)
             self._base.add_to(x, h, scratch, features)
-            self._add(h, x, scratch, features=features)
+            self._expand(low, x)
             return
 
         def write(rows: slice, out: Tensor) -> None:
             """Write this rank's part of the sum, with its part of the adapters."""
-            self._base.multiply(h[rows], out, scratch, features)
             with self._adapted.within(rows):
-                self._add(h[rows], out, scratch, features=features)
+                self.multiply(ops.rows_of(h, rows), out, scratch, features)
 
         ops.tensor_parallel().add_sum(x, write, scratch)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the adapters' matrices, which determine the kernels."""
+        return tuple(tuple(matrix.shape) for matrix in self._slots.matrices[:2])
+
+    def rehearse(self, num_rows: int, *, is_gated: bool) -> None:
+        """Run the kernels of `num_rows` rows of zeros, or of gate and up, with an empty slot."""
+        matrices = self._slots.matrices
+        _, _, _, depth = matrices.down.shape
+        scratch = FreshBuffers(matrices.down.device)
+        x, out = (matrices.down.new_zeros(num_rows, width) for width in (depth, self._columns))
+        size = ops.low_rank_tile(num_rows)
+        table = ops.tile_table([(0, 0, num_rows)], num_rows, size)
+        tiles = ops.Tiles(ops.to_device(table, x.device), size)
+        low = ops.take_low(matrices, num_rows, scratch)
+        ops.shrink(x, matrices, tiles, low)
+        if is_gated:
+            self._expand_gated(low, tiles, out, out.new_empty(num_rows, self._columns // 2))
+        else:
+            pieces = self._slots.pieces(slice(0, self._columns))
+            ops.expand(low, matrices, tiles, out, pieces)
 
     @property
     def _is_used(self) -> bool:
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
 
-    def _add(
-        self,
-        x: Tensor,
-        out: Tensor,
-        scratch: Buffers,
-        columns: slice = ALL,
-        features: slice = ALL,
-    ) -> None:
-        """Add the products of the adapters to `out`.
-
-        Args:
-            x: [R, features], the current rows.
-            out: [R, columns], written.
-            scratch: memory for the computation.
-            columns: columns of the product that `out` has.
-            features: features that x has.
-        """
-        if len(x) and self._is_used:
+    def _expand(self, low: Tensor | None, out: Tensor, columns: slice = ALL) -> None:
+        """Add the products of the adapters to `out`, which has some columns of the product."""
+        if low is not None:
             pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
-            low, matrices, tiles = self._shrunk(x, scratch, features)
-            ops.expand(low, matrices, tiles, out, pieces)
+            ops.expand(low, self._slots.matrices, self._adapted.tiles, out, pieces)
+
+    def _expand_gated(self, low: Tensor, tiles: ops.Tiles, gate_up: Tensor, out: Tensor) -> None:
+        """Write silu(gate) * up with the adapters' products."""
+        has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
+        halves = {"has_gate": has_gate, "has_up": has_up}
+        ops.gated_expand(low, self._slots.matrices, tiles, gate_up, out, **halves)
 
     def _shrunk(
-        self, x: Tensor, scratch: Buffers, features: slice = ALL
-    ) -> tuple[Tensor, ops.LowRank, ops.Tiles]:
-        """Multiply by the first matrices; return the products, the matrices and the tiles."""
-        matrices, tiles = self._slots.matrices, self._adapted.tiles
+        self, x: Any, num_rows: int, scratch: Buffers, features: slice = ALL
+    ) -> Tensor | None:
+        """Multiply the current rows by the first matrices; None if no adapter changes the product.
+
+        This precedes the checkpoint's product, which reads its weight meanwhile.
+
+        Args:
+            x: [R, features].
+            num_rows: R.
+            scratch: memory for the result.
+            features: features that x has.
+        """
+        if not (num_rows and self._is_used):
+            return None
+        matrices = self._slots.matrices
+        # Attention in fp8 writes quantised rows.
+        if isinstance(x, ops.QuantisedRows):
+            plain = stages.plain_rows(matrices.down.dtype, x.values.shape[1]).take(
+                scratch, num_rows
+            )
+            x = plain.copy_(x.values).mul_(x.scales[:, None])
         if features != ALL:
             matrices = matrices._replace(down=matrices.down[..., features])
-        low = ops.take_low(matrices, len(x), scratch)
-        ops.shrink(x, matrices, tiles, low)
-        return low, matrices, tiles
+        low = ops.take_low(matrices, num_rows, scratch)
+        ops.shrink(x, matrices, self._adapted.tiles, low)
+        return low

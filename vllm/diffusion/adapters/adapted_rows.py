@@ -3,8 +3,8 @@
 
 A step's rows are known once it is packed. Its layers then compute one chunk of rows after the
 other, and a product does not know which rows it multiplies. `AdaptedRows` does: whoever takes the
-rows of a chunk announces them there, and the products of the chunk read them. In a CUDA graph, the
-rows are those of a table that each replay reads.
+rows of a chunk announces them there, and the products of the chunk read them. A CUDA graph reads
+the slots of its rows from a table, which is written before each replay.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # As `SamplePart.pieces`: item, rows of its sequence, rows of its unconditional sequence.
 Piece = tuple[int, slice, "slice | None"]
-
-MAX_TABLES = 32  # tables of tiles that stay on the device, because steps often have the same rows
+# First row of each tile, and the tiles on the device, by the slots of the rows.
+_Tables = dict["RowSlots", tuple[list[int], ops.Tiles]]
 
 
 class Run(NamedTuple):
@@ -110,7 +110,7 @@ class AdaptedRows:
         self.num_slots, self._device = num_slots, device
         self._step, self._current = StepSlots(), _Current()
         self._captured: ops.Tiles | None = None
-        self._tables: dict[RowSlots, tuple[list[int], ops.Tiles]] = {}
+        self._tables: _Tables = {}
 
     # ---- for products ----
 
@@ -147,10 +147,10 @@ class AdaptedRows:
         self, step: StepSlots, work: Generator[float, None, T]
     ) -> Generator[float, None, T]:
         """Run the chunks of a step; other steps may run whenever it yields."""
-        current = _Current()
+        current, tables = _Current(), _Tables()
         with closing(work):
             while True:
-                self._step, self._current = step, current
+                self._step, self._current, self._tables = step, current, tables
                 try:
                     seconds = next(work)
                 except StopIteration as end:
@@ -158,7 +158,7 @@ class AdaptedRows:
                     return result
                 finally:
                     current = self._current
-                    self._step, self._current = StepSlots(), _Current()
+                    self._step, self._current, self._tables = StepSlots(), _Current(), {}
                 yield seconds
 
     @contextmanager
@@ -213,15 +213,12 @@ class AdaptedRows:
 
     def _on_device(self, rows: RowSlots) -> tuple[list[int], ops.Tiles]:
         """Return the first row of each tile, and the tiles on the device."""
-        known = self._tables.pop(rows, None)
+        known = self._tables.get(rows)
         if known is None:
             size = ops.low_rank_tile(rows.num_rows)
             table = rows.table(size)
             tiles = ops.Tiles(ops.to_device(table, self._device), size)
-            known = table[:, 1].tolist(), tiles
-        self._tables[rows] = known  # latest use last
-        if len(self._tables) > MAX_TABLES:
-            del self._tables[next(iter(self._tables))]
+            known = self._tables[rows] = table[:, 1].tolist(), tiles
         return known
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.adapters.matrices import Matrices, Shard
     from vllm.diffusion.adapters.peft_files import Adapter
 
-# Parts for which a product has ranks and scales, so that those of every product are aligned.
+# Room for ranks and scales of a product's parts, so that the numbers of each product are aligned.
 _PARTS = 4
 
 

@@ -46,6 +46,11 @@ def low_rank(num_ranks: int) -> Buffer:
     return Buffer("low rank", (num_ranks,), torch.float32)
 
 
+def plain_rows(dtype: torch.dtype, *shape: int) -> Buffer:
+    """Rows in the model dtype that are quantised later, or were before."""
+    return Buffer("plain rows", shape, dtype)
+
+
 def quantised_rows(dtype: torch.dtype, *shape: int) -> Buffer:
     """Quantised copy of rows that their kernel did not write in fp8."""
     return Buffer("quantised rows", shape, dtype)

@@ -7,6 +7,7 @@ The API server, the scheduler and the workers compute equal numbers, each in its
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ import psutil
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.adapters.lora_flags import matrices_of
+from vllm.diffusion.adapters.matrices import HEAD
 from vllm.diffusion.config import row_budget, settings_of
 from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
@@ -24,7 +27,10 @@ from vllm.diffusion.request.causal_context import CausalContext
 from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
+    from vllm.config.lora import LoRAConfig
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import Architecture, DiffusionConfig
@@ -53,7 +59,7 @@ def make_planner(
     if not shape.collects_keys:
         rows = stages.SPLIT_ROWS * rates.multiprocessors
         split_bytes = rows * stages.split_attention(shape.head_dim).row_bytes
-        shape = replace(shape, split_bytes=split_bytes)
+        shape = shape.with_split_bytes(split_bytes)
     return Planner(
         shape,
         budget_bytes,
@@ -67,10 +73,16 @@ def make_planner(
     )
 
 
-def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
-    """Return the memory and rows that a request uses while it runs."""
+def demand_of(params: DiffusionParams, num_prompt_tokens: int, *, adapts: bool = False) -> Demand:
+    """Return the memory and rows that a request uses while it runs.
+
+    Args:
+        params: its parameters.
+        num_prompt_tokens: length of its prompt.
+        adapts: whether it has a LoRA adapter.
+    """
     if params.is_block_causal and (params.score is None or params.cache == "exact"):
-        return _demand_in_blocks(params, num_prompt_tokens)
+        return _demand_in_blocks(params, num_prompt_tokens, adapts=adapts)
     length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
@@ -80,10 +92,11 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
         window=_window(params, length),
         once=params.score is not None,
         fp8_attention=params.has_fp8_attention(length),
+        adapts=adapts,
     )
 
 
-def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand:
+def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts: bool) -> Demand:
     """Return the demand of a block-causal request, whose forwards end with the current block.
 
     With an exact cache, forwards also begin with the current block. A finished block may be
@@ -101,6 +114,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int) -> Demand
         window=params.block_length if is_exact else None,
         first=min(visibility.first_end(num_prompt_tokens), length),
         unit=params.block_length if is_exact else None,
+        adapts=adapts,
     )
 
 
@@ -148,7 +162,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     kinds = ops.kinds_of(vllm_config.quant_config)
     head = _products(ops.kind_of_head(vllm_config.quant_config), qkv, gate_up, out)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
-    return ModelShape(
+    shape = ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=width,
         num_heads=num_heads,
@@ -175,6 +189,75 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
         head=_head_buffers(vllm_config, head),
     )
+    if vllm_config.lora_config is None:
+        return shape
+    return replace(shape, adapted=_adapted(shape, vllm_config.lora_config, config, kinds, gate_up))
+
+
+def _adapted(
+    shape: ModelShape,
+    lora: LoRAConfig,
+    config: DiffusionConfig,
+    kinds: Sequence[type[ops.Projection]],
+    gate_up: ops.WeightSpec,
+) -> ModelShape:
+    """Return the sizes of steps in which some rows have a LoRA adapter."""
+    num_parts = Counter[str]()
+    matrices = matrices_of(lora, config).allowed.values()
+    of_products = Counter(matrix.product for matrix in matrices)
+    for product, count in of_products.items():
+        use = product.rpartition(".")[2]
+        num_parts[use] = max(num_parts[use], count)
+
+    def low(*uses: str) -> Listed:
+        most = max(num_parts[use] for use in uses)
+        return (stages.low_rank(most * lora.max_lora_rank),) if most else ()
+
+    products = list[LinearBuffers]()
+    for kind, plain in zip(kinds, shape.products, strict=True):
+        gated = plain
+        if num_parts["gate_up_proj"]:
+            # Gate and up are stored before an adapter changes them.
+            project = kind.workspace(ops.ProjectionKind.PROJECT, gate_up).buffers
+            stored = stages.gate_up(shape.dtype, gate_up.columns)
+            gated = plain._replace(
+                gated=(stored, *project, *low("gate_up_proj")),
+                most_gated_rows=None,
+                gated_limit=(),
+            )
+        copy, wide = _copies(shape, gate_up, quantises=kind.quantises)
+        products.append(
+            gated._replace(
+                project=(*plain.project, *copy, *low("qkv_proj")),
+                gated=(*gated.gated, *copy, *wide),
+                add_to=(*plain.add_to, *wide, *low("o_proj", "down_proj")),
+                keeps_plain=kind.quantises,
+            )
+        )
+    num_ranks = max(num_parts.values(), default=0) * lora.max_lora_rank
+    depth = max((matrix.num_columns for matrix in matrices), default=0)
+    return replace(
+        shape,
+        products=tuple(products),
+        head=(*shape.head, *low(HEAD)),
+        split_bytes=shape.split_bytes + ops.split_bytes(num_ranks, depth),
+    )
+
+
+def _copies(
+    shape: ModelShape, gate_up: ops.WeightSpec, *, quantises: bool
+) -> tuple[Listed, Listed]:
+    """Return buffers that steps with adapters take for both forms of rows [D], and of wider rows.
+
+    Adapters multiply rows in the model dtype, which are quantised for the other products.
+    """
+    if not quantises:
+        return (), ()
+    widest = max(gate_up.columns // 2, shape.num_heads * shape.head_dim)
+    normed, wide = (
+        stages.quantised_rows(shape.dtype, width).quantised for width in (shape.hidden_size, widest)
+    )
+    return normed, (*wide, stages.plain_rows(shape.dtype, widest))
 
 
 def _head_buffers(vllm_config: VllmConfig, head: LinearBuffers) -> Listed:

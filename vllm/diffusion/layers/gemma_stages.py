@@ -100,9 +100,9 @@ class GemmaAttention(SelfAttention):
 
     def add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         if x.shape[0]:
-            product = stages.projected(x.dtype, x.shape[1]).take(buffers, len(x))
-            self.out_proj.multiply(heads.flatten(1), product, buffers)
-            add_normed(x, product, self.out_norm)
+            result = torch.zeros_like(x)
+            self.out_proj.add_to(result, heads.flatten(1), buffers)
+            add_normed(x, result, self.out_norm)
 
     def _own_columns(self, product: Tensor) -> Tensor:
         """Return this layer's columns of a product, which has queries if it is wide enough."""
@@ -174,8 +174,10 @@ class GemmaFeedForward:
             return
         before_dense, behind_dense, before_experts, behind_experts, behind = self.norms
         with buffers.scope("feed-forward"):
+            rows = stages.normed(x.dtype, x.shape[1])
+            normed = before_dense(x, self.gate_up_proj.rows(rows, len(x), buffers))
             projections = self.gate_up_proj, self.down_proj
-            dense = gelu_mlp(before_dense(x), *projections, self.width, buffers)
+            dense = gelu_mlp(normed, *projections, self.width, torch.zeros_like(x), buffers)
             mixed = torch.zeros_like(x)
             ops.add_experts(
                 mixed,
@@ -192,11 +194,18 @@ class GemmaFeedForward:
 
 
 def gelu_mlp(
-    x: Tensor, gate_up_proj: ops.Projection, down_proj: ops.Projection, width: int, buffers: Buffers
+    x: Tensor | ops.QuantisedRows,
+    gate_up_proj: ops.Projection,
+    down_proj: ops.Projection,
+    width: int,
+    out: Tensor,
+    buffers: Buffers,
 ) -> Tensor:
-    """Return Wdown (gelu(Wgate x) * Wup x) [R, D] of rows x [R, D]; `width` is the inner width."""
-    gate_up = stages.gate_up(x.dtype, 2 * width).take(buffers, len(x))
+    """Add Wdown (gelu(Wgate x) * Wup x) of rows x [R, D] to out [R, D], and return it.
+
+    `width` is the inner width.
+    """
+    gate_up = stages.gate_up(out.dtype, 2 * width).take(buffers, len(out))
     gate_up_proj.project(x, gate_up, buffers)
-    out = torch.empty_like(x)
-    down_proj.multiply(gelu_mul(gate_up), out, buffers)
+    down_proj.add_to(out, gelu_mul(gate_up), buffers)
     return out

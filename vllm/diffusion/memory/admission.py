@@ -189,6 +189,7 @@ class Admission:
             kept_keys=max(d.length if d.keeps_cache else 0 for d in demands),
             keeps=any(d.keeps_cache for d in demands),
             fp8_attention=len(demands) == 1 and demands[0].fp8_attention,
+            adapts=any(d.adapts for d in demands),
         )
 
     def seconds_of(self, demand: Demand, rows: int) -> float:

@@ -69,7 +69,9 @@ class PlanCandidate:
         self._resident += row_bytes.collected * step.kept_keys + row_bytes.split + ROUNDING_BYTES
         # The results of attention stay in memory with the logits.
         if step.rows <= WHOLE_STEP_ROWS:
-            beside = step.rows * self._stages.attend.temporaries // self._stages.logits.buffers
+            logits = self._stages.logits
+            of_logits = max(logits.buffers, logits.temporaries)
+            beside = step.rows * self._stages.attend.temporaries // of_logits
             max_logits_rows = max(max_logits_rows - beside, min(max_logits_rows, TILE_ROWS))
         max_logits_rows = min(step.sample_rows, max_logits_rows, longest.logits)
         self._longest, self._attend_chunk = longest._replace(logits=max_logits_rows), attend_chunk
@@ -105,7 +107,9 @@ class PlanCandidate:
         temporaries = attend * of_row.attend.temporaries
         enough_rows = rows if rows <= WHOLE_STEP_ROWS else FULL_SPEED_ROWS
         of_others = max(of_row.keys_values.temporaries, of_row.feed_forward.temporaries)
-        temporaries = min(max(temporaries, enough_rows * of_others), free - attending)
+        of_logits = longest.logits * of_row.logits.temporaries
+        temporaries = max(temporaries, enough_rows * of_others, of_logits)
+        temporaries = min(temporaries, free - attending)
         buffers = free - temporaries
         if rows > WHOLE_STEP_ROWS:
             enough = of_row.feed_forward.buffers_in(FULL_SPEED_ROWS)
@@ -162,7 +166,10 @@ class PlanSearch:
             ]
             for count in {1, shards}
         }
-        self._bytes_of_row = cache(partial(RowBytes.of, Footprint(shape), is_split=is_split))
+        self._footprints = {
+            adapts: Footprint(shape.for_step(adapts=adapts)) for adapts in (False, True)
+        }
+        self._bytes_of_row = cache(partial(RowBytes.of, is_split=is_split))
 
     def divides(self, step: StepShape) -> bool:
         """Whether ranks divide the rows of a step; every rank computes a step with a cache."""
@@ -218,7 +225,8 @@ class PlanSearch:
     def _candidate(
         self, layout: Residency, step: StepShape, longest_chunk_s: float = math.inf
     ) -> PlanCandidate:
-        row_bytes = self._bytes_of_row(layout, step.num_sequences > 1)
+        footprint = self._footprints[step.adapts]
+        row_bytes = self._bytes_of_row(footprint, layout, step.num_sequences > 1)
         longest = self._longest_chunks(layout, step, longest_chunk_s)
         attend_chunk = partial(self._costs.attend_chunk, groups=layout.head_groups)
         max_rows = self._max_logits_rows

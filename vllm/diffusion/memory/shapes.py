@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core import stages
@@ -51,6 +51,8 @@ class LinearBuffers(NamedTuple):
         quantises: whether the products accept rows that are already quantised.
         weight_bytes: bytes of a stored weight; None for e, the bytes of an activation.
         speed: rate of large products relative to products of 16-bit weights.
+        keeps_plain: whether rows are stored in the model dtype, and quantised in `project`, `gated`
+            and `add_to`.
     """
 
     project: Listed
@@ -61,10 +63,11 @@ class LinearBuffers(NamedTuple):
     quantises: bool = False
     weight_bytes: float | None = None
     speed: float = 1.0
+    keeps_plain: bool = False
 
     def rows(self, buffer: Buffer) -> Listed:
         """Return buffers for rows in the products' dtype: fp8 with scales if they quantise."""
-        return buffer.quantised if self.quantises else (buffer,)
+        return buffer.quantised if self.quantises and not self.keeps_plain else (buffer,)
 
     def quant_buffers(self, buffer: Buffer) -> Listed:
         """Return buffers for quantising rows in the model dtype; none for plain weights."""
@@ -94,6 +97,7 @@ class ModelShape:
         head: buffers of the output head, without the logits.
         split_bytes: additional bytes of attention with split keys, independent of the number of
             rows.
+        adapted: the sizes of steps in which some rows have a LoRA adapter; None if none can.
     """
 
     num_layers: int
@@ -115,6 +119,16 @@ class ModelShape:
     scales_queries: bool = False
     head: Listed = ()
     split_bytes: int = 0
+    adapted: ModelShape | None = None
+
+    def with_split_bytes(self, num_bytes: int) -> ModelShape:
+        """Return these sizes with additional bytes of attention with split keys."""
+        adapted = self.adapted and self.adapted.with_split_bytes(num_bytes)
+        return replace(self, split_bytes=self.split_bytes + num_bytes, adapted=adapted)
+
+    def for_step(self, *, adapts: bool) -> ModelShape:
+        """Return the sizes of a step whose rows have LoRA adapters, or have none."""
+        return self.adapted if adapts and self.adapted is not None else self
 
     @property
     def element_bytes(self) -> int:
@@ -232,6 +246,7 @@ class Demand:
             cut. With a unit, pages are not counted here.
         once: whether it has only one forward.
         fp8_attention: whether attention is fp8 in forwards of all positions.
+        adapts: whether its rows have a LoRA adapter.
     """
 
     length: int
@@ -246,6 +261,7 @@ class Demand:
     reads_prompt: bool = False
     once: bool = False
     fp8_attention: bool = False
+    adapts: bool = False
 
     @property
     def first_rows(self) -> int:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.adapters.adapted_projection import AdaptedProjection
 from vllm.diffusion.adapters.adapted_rows import AdaptedRows
-from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.diffusion import ops
     from vllm.diffusion.adapters.slot_memory import SlotMemory
     from vllm.diffusion.models.base import DiffusionModel
@@ -21,9 +22,6 @@ def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
     """Make a model's products include the adapters in `slots`; before the first step.
 
     Products that no adapter may change stay as they are.
-
-    Raises:
-        ServerConfigError: the model multiplies quantised rows.
     """
     device = model.rotary_frequencies.device
     adapted = model.adapting = AdaptedRows(slots.num_slots, device)
@@ -32,11 +30,6 @@ def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
         product = slots.products.get(path)
         if product is None:
             return base
-        if base.quantises:
-            raise ServerConfigError(
-                "quantization: given one that multiplies rows of fp8; wanted another one with "
-                "enable_lora: adapters multiply rows of the model dtype"
-            )
         return AdaptedProjection(base, product, adapted, columns)
 
     def wrapped_mlp(mlp: GatedMLP, path: str) -> GatedMLP:
@@ -61,3 +54,18 @@ def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
             shared = wrapped_mlp(stage.shared, f"{path}.mlp.shared_experts")
             layer.mlp_stage = replace(stage, shared=shared)
     model.head = wrapped(model.head, "lm_head", model.num_columns)
+
+
+def adapted_products(model: DiffusionModel) -> Iterator[tuple[AdaptedProjection, bool]]:
+    """Yield the products that adapters may change, and whether each computes gate and up."""
+    for layer in model.layers:
+        stage = layer.mlp_stage
+        mlp = stage if isinstance(stage, GatedMLP) else stage.shared
+        products = [(product, False) for product in layer.attention.products]
+        if mlp is not None:
+            products += [(mlp.gate_up_proj, True), (mlp.down_proj, False)]
+        for product, is_gated in products:
+            if isinstance(product, AdaptedProjection):
+                yield product, is_gated
+    if isinstance(model.head, AdaptedProjection):
+        yield model.head, False

@@ -22,6 +22,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.guided import joint
 from vllm.diffusion.layers.split_attention import split_attention
+from vllm.diffusion.models.adapted_layers import adapted_products
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ logger = init_logger(__name__)
 # and then at double that number, or more.
 _HEAD_ROWS = (16, 32, 64, 128)
 _EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# Row counts for which the products of LoRA adapters have other tiles, or parts of their sums.
+_ADAPTED_ROWS = (16, 256, 512, 1024, 2048)
 # Maximum keys of a sequence. Few keys are not split.
 _ATTENDED_KEYS = (64, 4096)
 
@@ -87,6 +90,19 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
         for rows in _EXPERT_ROWS:
             x = zeros(rows, model.hidden_size)
             yield functools.partial(layer.mlp_stage.feed_forward, x, FreshBuffers(device))
+    if model.adapting is not None:
+        yield from _adapter_calls(model)
+
+
+def _adapter_calls(model: DiffusionModel) -> Iterator[Callable[[], object]]:
+    """Yield calls of the products of LoRA adapters, one for each size."""
+    seen = set[object]()
+    for projection, is_gated in adapted_products(model):
+        key = projection.sizes, is_gated
+        if key not in seen:
+            seen.add(key)
+            for rows in _ADAPTED_ROWS:
+                yield functools.partial(projection.rehearse, rows, is_gated=is_gated)
 
 
 def _attend(

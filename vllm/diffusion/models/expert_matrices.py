@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     ExpertScheme: TypeAlias = Fp8Scheme | PackedScheme
 
+# The inverse of the largest share of zeros that are added to the depth of fp8 matrices.
+_MOST_PADDING = 8
 # Tensors of packed matrices in addition to the numbers.
 _PARTS = ("weight_scale", "weight_zero", "table")
 
@@ -112,12 +114,19 @@ class ExpertMatrices(nn.Module):
 
 
 class Fp8Matrices(ExpertMatrices):
-    """Experts' matrices in fp8, with one scale per row."""
+    """Experts' matrices in fp8, with one scale per row.
+
+    If the experts' width is the depth, a few columns of zeros complete what the kernel requires.
+    """
 
     def _make(self) -> None:
         assert isinstance(self.scheme, Fp8Scheme)
+        num_experts, num_rows, columns = self.size
+        missing = -columns % ops.FP8_DEPTH
+        if self.sharded_dim == 1 and 0 < missing <= columns // _MOST_PADDING:
+            self.size = num_experts, num_rows, columns + missing
         scales = torch.ones(self.size[:2], dtype=torch.float32)
-        self._add_quantised(torch.empty(self.size, dtype=torch.float8_e4m3fn))
+        self._add_quantised(torch.zeros(self.size, dtype=torch.float8_e4m3fn))
         if self.scheme.is_online:
             self.register_buffer("weight_scale", scales, persistent=False)
             return
@@ -129,11 +138,16 @@ class Fp8Matrices(ExpertMatrices):
         return ops.DenseExperts(self.weight.data, self.weight_scale.data)
 
     def _put(self, expert: int, rows: slice, matrix: Tensor) -> None:
+        values, scales = self.weight.data[expert, rows], self.weight_scale[expert, rows]
+        own = values[:, : matrix.shape[1]]
         if matrix.dtype == torch.float8_e4m3fn:
-            super()._put(expert, rows, matrix)
-            return
-        values, scales = self.weight.data, self.weight_scale
-        ops.quantise_weight(matrix, values[expert, rows], scales[expert, rows])
+            own.copy_(matrix)
+        elif own.is_contiguous():
+            ops.quantise_weight(matrix, own, scales)
+        else:
+            quantised = torch.empty_like(matrix, dtype=own.dtype, device=own.device)
+            ops.quantise_weight(matrix, quantised, scales)
+            own.copy_(quantised)
 
     def _load_scales(self, param: nn.Parameter, scales: Tensor, place: tuple[int, int]) -> None:
         """Load the scales of a matrix [out, in]: one number, [out] or [out, 1]."""

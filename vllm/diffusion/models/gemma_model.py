@@ -21,11 +21,12 @@ from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies
 from vllm.diffusion.layers.split_attention import can_split
 from vllm.diffusion.layers.windowed_attention import attend_in_window
 from vllm.diffusion.models.diffusion_gemma import FULL, SLIDING, DiffusionGemmaConfig
-from vllm.diffusion.models.expert_matrices import expert_matrices
+from vllm.diffusion.models.expert_matrices import expert_matrices, scheme_of_experts
 from vllm.diffusion.models.modules import AttentionWeights, DenseMLP
 from vllm.diffusion.models.transformer import DiffusionLayer
 from vllm.diffusion.models.upstream_model import UpstreamModel
 from vllm.diffusion.models.weights import Destination
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class GemmaLayer(DiffusionLayer):
         inner = config.intermediate_size
         self.dense = DenseMLP(config, quant_config, f"{prefix}.mlp", inner)
         self.router = GemmaRouter(config, f"{prefix}.router")
-        self.experts = GemmaExperts(config)
+        self.experts = GemmaExperts(config, quant_config, f"{prefix}.experts")
         self.in_context, self.in_block = LayerScalar(), LayerScalar()
 
     @functools.cached_property
@@ -177,12 +178,15 @@ class GemmaRouter(nn.Module):
 class GemmaExperts(nn.Module):
     """Stacked matrices of all experts of a layer."""
 
-    def __init__(self, config: DiffusionGemmaConfig) -> None:
+    def __init__(
+        self, config: DiffusionGemmaConfig, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
         super().__init__()
+        scheme = scheme_of_experts(quant_config, prefix)
         self.num_experts = config.num_experts
         self.shape = shape = (config.moe_intermediate_size, config.hidden_size)
-        self.w1 = expert_matrices(config.num_experts, 2, shape, 0, None)
-        self.w2 = expert_matrices(config.num_experts, 1, shape[::-1], 1, None)
+        self.w1 = expert_matrices(config.num_experts, 2, shape, 0, scheme)
+        self.w2 = expert_matrices(config.num_experts, 1, shape[::-1], 1, scheme)
 
     def destinations(self, path: str) -> dict[str, Destination]:
         """Return the destination of each module of a checkpoint below `path`."""
@@ -211,8 +215,9 @@ class SelfConditioning(nn.Module):
         """Return the norm of embeddings x [R, D] plus the MLP of `soft` [R, D]."""
         gate_up, down = (ops.projection_of(p) for p in (self.mlp.gate_up_proj, self.mlp.down_proj))
         width = self.mlp.down_proj.input_size_per_partition
-        signal = gelu_mlp(self.pre_norm(soft), gate_up, down, width, FreshBuffers(x.device))
-        return ops.rms_norm(signal.add_(x), self.unit_gains, self.pre_norm.eps)
+        buffers = FreshBuffers(x.device)
+        total = gelu_mlp(self.pre_norm(soft), gate_up, down, width, x.clone(), buffers)
+        return ops.rms_norm(total, self.unit_gains, self.pre_norm.eps)
 
     def destinations(self, path: str, stored: str) -> dict[str, Destination]:
         """Return the destinations of the modules of a checkpoint below `stored`."""
@@ -235,7 +240,8 @@ class GemmaModel(UpstreamModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_config
         assert isinstance(config, DiffusionGemmaConfig)
-        self.num_kv_heads, self.head_dim = config.cache_heads
+        all_kv_heads, self.head_dim = config.cache_heads
+        self.num_kv_heads = all_kv_heads // get_tensor_model_parallel_world_size()
         self.self_conditioning = SelfConditioning(config, "self_conditioning")
         self.cap: float = config.final_logit_softcapping
         self._captured_soft: Tensor | None = None
@@ -309,9 +315,12 @@ class GemmaModel(UpstreamModel):
 
     def expected_embeddings(self, logits: Tensor) -> Tensor:
         """Return the embeddings [R, D] that the distributions of logits [R, V] fp32 expect."""
-        table = self.model.embed_tokens.weight[: self.vocab_size]
+        table = self.model.embed_tokens.weight[: self.num_columns]
         # 16-bit softmax computes in fp32 and rounds its result.
-        expected: Tensor = torch.softmax(logits.to(table.dtype), dim=-1) @ table
+        shares = torch.softmax(logits.to(table.dtype), dim=-1)
+        expected: Tensor = shares[:, self.vocab_start :][:, : self.num_columns] @ table
+        if self.num_columns < self.vocab_size:
+            expected = ops.tensor_parallel().sum(expected)
         return expected.mul_(self.embedding_scale)
 
     @property

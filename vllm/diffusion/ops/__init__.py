@@ -15,6 +15,7 @@ from gather_gemm import (
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy, without_columns
 from vllm.diffusion.ops.experts import (
+    FP8_DEPTH,
     SOFTMAX,
     DenseExperts,
     ExpertWeights,
@@ -46,6 +47,7 @@ from vllm.diffusion.ops.projection import (
     WeightSpec,
     Workspace,
     embed_rows,
+    rows_of,
 )
 from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
@@ -69,6 +71,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
     attention,
     has_attention,
     norm_rotary,
+    quantise_rows,
     rms_norm,
     rms_norm_quantised,
     rotary_tables,
@@ -78,6 +81,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 
 __all__ = [
     "ATTENTION_PAGE",
+    "FP8_DEPTH",
     "MAX_HEAD_COLUMNS",
     "NO_TILE",
     "SOFTMAX",
@@ -139,6 +143,7 @@ __all__ = [
     "philox_uniform",
     "projection_of",
     "quantise_packed",
+    "quantise_rows",
     "quantise_weight",
     "repacked_form",
     "reserve",
@@ -146,6 +151,7 @@ __all__ = [
     "rms_norm_quantised",
     "rotary_tables",
     "route_rows",
+    "rows_of",
     "samples_in_head",
     "shrink",
     "silu_mul",

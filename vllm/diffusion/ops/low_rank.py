@@ -27,7 +27,7 @@ def tile_table(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -
 
     Args:
         runs: slot, first row and end of consecutive rows with a slot, in ascending order.
-        num_rows: number of rows; those outside of all runs get tiles without a slot.
+        num_rows: number of rows; rows outside of all runs get tiles without a slot.
         size: maximum number of rows of a tile.
     """
     tiles, end = list[tuple[int, int, int]](), 0
@@ -40,11 +40,12 @@ def tile_table(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -
 
 def take_low(matrices: LowRank, num_rows: int, scratch: Buffers) -> Tensor:
     """Return memory for the results of `shrink`, [parts of the sum, R, numbers] fp32."""
-    num_splits = low_rank_splits(num_rows, matrices.down.shape[3])
+    num_splits = low_rank_splits(num_rows, matrices.down.shape[3], matrices.num_ranks)
     low = stages.low_rank(matrices.num_ranks).take(scratch, num_splits * num_rows)
     return low.view(num_splits, num_rows, matrices.num_ranks)
 
 
-def split_bytes(num_ranks: int) -> int:
-    """Return a bound of the bytes that few rows take in several parts of a sum."""
-    return MAX_SPLIT_ROWS * stages.low_rank(num_ranks).row_bytes
+def split_bytes(num_ranks: int, depth: int) -> int:
+    """Return a bound of the bytes that few rows take in several parts of a sum over `depth`."""
+    is_split = low_rank_splits(1, depth, num_ranks) > 1
+    return MAX_SPLIT_ROWS * stages.low_rank(num_ranks).row_bytes if is_split else 0

@@ -224,7 +224,7 @@ class Projection(ABC):
             return
 
         def write(rows: slice, out: Tensor) -> None:
-            self.multiply(_rows_of(h, rows), out, scratch, features)
+            self.multiply(rows_of(h, rows), out, scratch, features)
 
         collectives.tensor_parallel().add_sum(x, write, scratch)
 
@@ -309,7 +309,7 @@ class PlainProjection(Projection):
             x.addmm_(h, weight.t())
 
 
-def _rows_of(h: Any, rows: slice) -> Any:
+def rows_of(h: Any, rows: slice) -> Any:
     """Return some rows of a projection's input."""
     if not isinstance(h, QuantisedRows):
         return h[rows]

@@ -97,7 +97,9 @@ class RequestState:
             decided = decided.with_seed(secrets.randbits(DRAWN_SEED_BITS))
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
-        item = cls(request, decided, demand_of(decided, request.num_prompt_tokens))
+        has_adapter = request.lora_request is not None
+        demand = demand_of(decided, request.num_prompt_tokens, adapts=has_adapter)
+        item = cls(request, decided, demand)
         if decided.return_trajectory and request.sampling_params.stop:
             item.params = replace(decided, has_stop_strings=True)
         if decided.timeout_s is not None:
@@ -158,7 +160,8 @@ class RequestState:
         self.gates, self.prompt_of = lasting, None
         self.earlier_lengths += [self.params.gen_length, *new_lengths[:-1]]
         self.params = self.params.with_canvas(new_lengths[-1])
-        self.demand = demand_of(self.params, self.request.num_prompt_tokens)
+        num_prompt_tokens = self.request.num_prompt_tokens
+        self.demand = demand_of(self.params, num_prompt_tokens, adapts=self.demand.adapts)
         self.next_rows = self.demand.first_rows
         self.num_overtaken = 0
 

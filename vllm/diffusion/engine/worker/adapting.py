@@ -17,9 +17,10 @@ from vllm.diffusion.adapters.adapted_rows import StepSlots
 from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
 from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
 from vllm.diffusion.adapters.matrices import Shard
-from vllm.diffusion.adapters.slot_memory import SlotMemory
+from vllm.diffusion.adapters.slot_memory import SlotMemory, slot_bytes
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.forward import ForwardPass
+from vllm.diffusion.engine.worker.pool_budget import check_slots
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.memory.plan import readable
@@ -197,17 +198,21 @@ def load_adapters(
     lora, reader = vllm_config.lora_config, reader_of(vllm_config)
     if lora is None or reader is None:
         return None
+    matrices, device = matrices_of(lora, model.config), model.rotary_frequencies.device
+    shard = Shard(
+        get_tensor_model_parallel_rank(),
+        get_tensor_model_parallel_world_size(),
+        slice(model.vocab_start, model.vocab_start + model.num_columns),
+    )
+    sizes = lora.max_loras, lora.max_lora_rank
+    num_bytes = slot_bytes(matrices, lora.max_lora_rank, shard, model.dtype)
+    check_slots(*sizes, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
     slots = SlotMemory(
-        matrices_of(lora, model.config),
-        lora.max_loras,
-        lora.max_lora_rank,
-        Shard(
-            get_tensor_model_parallel_rank(),
-            get_tensor_model_parallel_world_size(),
-            slice(model.vocab_start, model.vocab_start + model.num_columns),
-        ),
+        matrices,
+        *sizes,
+        shard,
         dtype=model.dtype,
-        device=model.rotary_frequencies.device,
+        device=device,
         can_release=vllm_config.model_config.enable_sleep_mode,
     )
     install_adapters(model, slots)
@@ -215,6 +220,6 @@ def load_adapters(
         "adapters: %d slots of rank %d, %s each",
         lora.max_loras,
         lora.max_lora_rank,
-        readable(slots.slot_bytes),
+        readable(num_bytes),
     )
     return KnownAdapters(lora.max_cpu_loras or lora.max_loras, slots), reader

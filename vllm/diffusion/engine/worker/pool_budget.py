@@ -10,6 +10,7 @@ import torch
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.memory.plan import readable
 
 if TYPE_CHECKING:
     from vllm.diffusion.parallel.groups import RankGroup
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 # Memory outside of the pool on a GPU: workspaces of libraries, kernels that are loaded later, and
 # the small tensors of steps with a graph.
 OUTSIDE_BYTES = 512 << 20
+MIN_POOL_BYTES = 1 << 30  # bytes that slots of LoRA adapters leave to the pool
 # Part of the pool that no plan uses, because PyTorch rounds its temporaries up.
 ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 
@@ -35,7 +37,7 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
     Raises:
         ServerConfigError: no memory is free.
     """
-    free_bytes = _free_bytes(device, utilization)
+    free_bytes = free_bytes_of(device, utilization)
     budget = ranks.all_reduce_min(envs.activation_pool_size_bytes() or free_bytes)
     if budget < 1:
         raise ServerConfigError(
@@ -45,12 +47,30 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
     return budget
 
 
+def check_slots(
+    num_slots: int, max_rank: int, slot_bytes: int, device: torch.device, utilization: float
+) -> None:
+    """Refuse slots of LoRA adapters that leave no room for steps.
+
+    Raises:
+        ServerConfigError: naming the number of slots that have room.
+    """
+    pool_bytes = envs.activation_pool_size_bytes() or MIN_POOL_BYTES
+    room = max(free_bytes_of(device, utilization) - pool_bytes, 0)
+    if num_slots * slot_bytes > room:
+        raise ServerConfigError(
+            f"max_loras: given {num_slots} of rank {max_rank}, {readable(num_slots * slot_bytes)}; "
+            f"wanted at most {room // max(slot_bytes, 1)}"
+        )
+
+
 def planning_budget(pool_bytes: int) -> int:
     """Return the bytes of a pool that plans may use."""
     return max(pool_bytes - min(int(pool_bytes * ROUNDING_SHARE), MAX_ROUNDING_BYTES), 1)
 
 
-def _free_bytes(device: torch.device, utilization: float) -> int:
+def free_bytes_of(device: torch.device, utilization: float) -> int:
+    """Return the free bytes of a device that holds the weights, less a margin."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available * utilization)
     # cuBLAS allocates its workspace with its first product, and keeps it.

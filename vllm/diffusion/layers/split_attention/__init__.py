@@ -63,7 +63,7 @@ class SplitConfig:
 CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
 # Wide heads leave room for fewer stages.
 _WIDE = {
-    256: SplitConfig(64, 64, programs=1, num_warps=4, num_stages=2),
+    256: SplitConfig(128, 32, programs=1, num_warps=8, num_stages=3),
     512: SplitConfig(64, 32, programs=1, num_warps=8, num_stages=2),
 }
 

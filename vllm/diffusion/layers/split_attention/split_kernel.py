@@ -14,7 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Sequences whose tiles are counted at once: at least as many as any graph has.
 SEQUENCES = tl.constexpr(512)
-PARTS = tl.constexpr(8)  # parts merged at once
+
+
+_MERGED_WIDTH = 1024  # numbers of the parts that a program merges at once
 
 
 @triton.jit
@@ -213,6 +215,7 @@ def merge_kernel(
     num_splits,
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,  # parts merged at once
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
@@ -315,7 +318,8 @@ def _launch_merge(
         num_splits,
         HEAD_DIM=head_dim,
         MAX_SPLITS=max_splits,
+        PARTS=min(_MERGED_WIDTH // head_dim, 8),
         OVERLAPS=overlaps,
         launch_pdl=overlaps,
-        num_warps=1,
+        num_warps=1 if head_dim <= 128 else 2,
     )

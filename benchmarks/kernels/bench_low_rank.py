@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time of the products of LoRA adapters in a layer, by default LLaDA-8B's.
+
+    benchmarks/kernels/bench_low_rank.py [--rows 32 256 ...] [--rank 16] [--slots 1] [--json FILE]
+
+All times are replays of CUDA graphs over the matrices of several layers in turn. Each product of a
+layer has a shrink, which multiplies its rows by the first matrices, and an expand, which adds the
+product with the second matrices to a result. The expand of gate and up also computes silu(gate) *
+up, so "silu us" is the time of the kernel that it replaces. "floor" is the time in which a copy
+moves the bytes that these kernels read and write. Slots have equal shares of the rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, random_rows, report
+from gather_gemm import LowRank, Piece, Tiles, expand, gated_expand, low_rank_tile, shrink
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.ops import silu_mul, take_low, tile_table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+ROWS = (32, 256, 1024, 4096)
+NUM_LAYERS = 4
+USES = ("qkv", "out", "gate_up", "down")
+NAMES = (*(f"{kind} {use} us" for use in USES for kind in ("shrink", "expand")), "silu us")
+COLUMNS = dict.fromkeys(("rows", *NAMES, "all us", "floor us"), ">18.4g")
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrices and rows of one product of a layer."""
+
+    matrices: LowRank
+    x: Tensor
+    out: Tensor
+    low: Tensor
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that both kernels read and write at least."""
+        moved = self.x.nbytes + 2 * self.low.nbytes + 2 * self.out.nbytes
+        return moved + self.matrices.down.nbytes + self.matrices.up.nbytes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = KernelParser(__doc__, ROWS)
+    parser.option("--hidden", 4096, "D, width of the rows")
+    parser.option("--kv", 4096, "width of the keys, and of the values")
+    parser.option("--width", 12288, "I, inner width")
+    parser.option("--rank", 16, "rank of every matrix")
+    parser.option("--slots", 1, "adapters")
+    parser.option("--repeats", 10, "repeats of each measurement")
+    options = parser.parse(arguments)
+    title = f"adapters: {options.slots} of rank {options.rank}, bf16"
+    report(options.json, title, COLUMNS, (measure(rows, options) for rows in options.rows))
+
+
+def measure(num_rows: int, options: argparse.Namespace) -> list[float]:
+    """Measure a row of the table."""
+    share = -(-num_rows // options.slots)
+    runs = [
+        (slot, slot * share, min((slot + 1) * share, num_rows))
+        for slot in range(options.slots)
+        if slot * share < num_rows
+    ]
+    size = low_rank_tile(num_rows)
+    table = torch.from_numpy(tile_table(runs, num_rows, size)).cuda()
+    tiles = Tiles(table, size)
+    layers = [products_of(num_rows, options) for _ in range(NUM_LAYERS)]
+    calls = {}
+    for use in USES:
+        own = [layer[use] for layer in layers]
+        calls[f"shrink {use}"] = [partial(shrink, p.x, p.matrices, tiles, p.low) for p in own]
+        calls[f"expand {use}"] = [
+            partial(expand, p.low, p.matrices, tiles, p.out, p.pieces) for p in own
+        ]
+    gates = [layer["gate_up"] for layer in layers]
+    gated = torch.empty(num_rows, options.width, dtype=torch.bfloat16, device="cuda")
+    calls["expand gate_up"] = [
+        partial(gated_expand, p.low, p.matrices, tiles, p.out, gated) for p in gates
+    ]
+    calls["silu"] = [partial(silu_mul, p.out, out=gated) for p in gates]
+    us = [timing.median_us for timing in compare(calls, repeats=options.repeats).values()]
+    # The expand of gate and up writes half of the columns that it reads.
+    num_bytes = sum(p.num_bytes for p in layers[0].values()) - gates[0].out.nbytes // 2
+    return [num_rows, *us, sum(us[:-1]), 1e6 * num_bytes / copy_bandwidth()]
+
+
+def products_of(num_rows: int, options: argparse.Namespace) -> dict[str, Product]:
+    """Make the products of a layer."""
+    hidden, width = options.hidden, options.width
+    shapes = {
+        "qkv": (hidden, [hidden, options.kv, options.kv]),
+        "out": (hidden, [hidden]),
+        "gate_up": (hidden, [width, width]),
+        "down": (width, [hidden]),
+    }
+    return {use: product_of(num_rows, *shape, options) for use, shape in shapes.items()}
+
+
+def product_of(
+    num_rows: int, depth: int, widths: list[int], options: argparse.Namespace
+) -> Product:
+    """Make a product with columns of several parts."""
+    num_slots, rank, num_parts = options.slots, options.rank, len(widths)
+    matrices = LowRank(
+        random_rows(num_slots, num_parts, rank, depth, scale=depth**-0.5),
+        random_rows(num_slots, rank, sum(widths), scale=rank**-0.5),
+        torch.full((num_slots, num_parts), rank, dtype=torch.int32, device="cuda"),
+        torch.ones(num_slots, num_parts, device="cuda"),
+    )
+    starts = [sum(widths[:part]) for part in range(num_parts)]
+    return Product(
+        matrices,
+        random_rows(num_rows, depth),
+        random_rows(num_rows, sum(widths)),
+        take_low(matrices, num_rows, FreshBuffers(torch.device("cuda"))),
+        tuple(
+            Piece(part, start, start, width)
+            for part, (start, width) in enumerate(zip(starts, widths, strict=True))
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

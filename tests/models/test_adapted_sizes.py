@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps with LoRA adapters take the buffers that their plans count, and the slots have room."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.adapter_files import random_adapter, save_adapter
+from tests.models.support import Recorder, engine_config
+from vllm.diffusion.adapters.adapted_rows import StepSlots
+from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
+from vllm.diffusion.adapters.matrices import Shard
+from vllm.diffusion.adapters.slot_memory import SlotMemory
+from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.engine.planning import model_shape
+from vllm.diffusion.memory import Planner
+from vllm.diffusion.memory.footprint import Footprint
+from vllm.diffusion.memory.plan import Residency
+from vllm.diffusion.memory.shapes import StepShape
+from vllm.diffusion.models.adapted_layers import install_adapters
+from vllm.diffusion.models.base import DiffusionModel
+
+RANK = 16
+
+
+class Largest(Recorder):
+    """Records the largest take of each buffer."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        before = self.taken.get(name, 0)
+        out = super().take(name, shape, dtype)
+        self.taken[name] = max(before, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("targets", "quantization"),
+    [(None, None), (["q_proj", "v_proj"], None), (None, "fp8"), (None, "int4")],
+    ids=["all", "some", "fp8", "int4"],
+)
+@pytest.mark.parametrize("case", ["gqa", "bias", "dream", "moe_dense_mix", "llada2_dense_first"])
+def test_stages_take_what_is_planned(
+    case: str,
+    targets: list[str] | None,
+    quantization: str | None,
+    load_model: Callable[..., DiffusionModel],
+    case_path: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    path, rows, layout = case_path(case), 7, Residency(keep_queries=False)
+    if targets and case == "llada2_dense_first":
+        targets = ["query_key_value"]
+    options = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
+    options["quantization"] = quantization
+    config = engine_config(path, **options)
+    model, lora = load_model(path, **options), config.lora_config
+    assert lora is not None
+    matrices = matrices_of(lora, model.config)
+    shard = Shard(0, 1, slice(0, model.num_columns))
+    slots = SlotMemory(matrices, 1, RANK, shard, dtype=model.dtype, device=torch.device("cpu"))
+    install_adapters(model, slots)
+    reader = reader_of(config)
+    assert reader is not None and model.adapting is not None
+    allowed = set(matrices.allowed)
+    tensors = random_adapter(path, lambda name: name in allowed, rank=RANK)
+    slots.write(0, reader.read("a", str(save_adapter(tmp_path / "a", tensors, rank=RANK))))
+    layer, x = model.layers[0], torch.ones(rows, model.hidden_size)
+    rotary = model.rotary(torch.arange(rows))
+    product = torch.zeros(rows, 2 * model.num_kv_heads * model.head_dim)
+    wrote, attended, fed, headed = Largest(), Largest(), Largest(), Largest()
+    with model.adapting.sampling(StepSlots.of([0], [rows]), [(0, slice(0, rows), None)]):
+        layer.attention.keys_values(x, rotary, product, wrote)
+        _, k, v = layer.attention.split(product)
+        keys = AttentionLayout.of([Span(0, rows, 0, rows)], "cpu")
+        layer.attention.attend(x, rotary, [KeySource(k, v, keys)], None, attended)
+        layer.mlp_stage.feed_forward(x, fed)
+        model.compute_logits(model.final_norm(x, headed), headed)
+    assert x.isfinite().all()
+    shape = model_shape(config)
+    assert shape.adapted is not None
+    footprint = Footprint(shape.adapted)
+    seen = set[str]()
+    for scratch, phases in (
+        (wrote, footprint.keys_values(layout)),
+        (attended, footprint.attend(layout, is_packed=False)),
+        (fed, footprint.feed_forward(layout)),
+        (headed, footprint.logits(layout, is_packed=False)),
+    ):
+        planned = dict[str, int]()
+        for buffer in (buffer for phase in phases for buffer in phase):
+            planned[buffer.name] = max(planned.get(buffer.name, 0), rows * buffer.row_bytes)
+        assert scratch.taken.keys() <= planned.keys()
+        assert all(taken <= planned[name] for name, taken in scratch.taken.items())
+        seen |= scratch.taken.keys()
+    assert "low rank" in seen
+    assert ("gate and up" in fed.taken) or targets is not None or "moe" in case
+
+
+def test_plans_count_adapters_only_in_their_steps(case_path: Callable[[str], Path]) -> None:
+    path, rows = case_path("gqa"), 512
+    plain = model_shape(engine_config(path))
+    shape = model_shape(engine_config(path, enable_lora=True, max_lora_rank=128))
+    step = StepShape(rows, 64, rows)
+
+    def peak(planner: Planner, step: StepShape) -> int:
+        return planner.plan(step).predicted_peak_bytes
+
+    before, planner = (Planner(own, 1 << 30, 4096) for own in (plain, shape))
+    assert peak(planner, step) == peak(before, step)
+    adapted = peak(planner, step._replace(adapts=True))
+    # Each row has the numbers of gate and up between both products.
+    assert adapted >= peak(planner, step) + rows * 2 * 128 * 4
