@@ -39,12 +39,12 @@ SIZES = [
 SCORINGS = [
     (256, 8, Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True)),
     (128, 8, Scoring(is_normalised=True)),
-    (128, 8, Scoring(is_normalised=True, in_fp32=True, logit_scale=0.25)),
     (64, 8, SOFTMAX),
     (12, 3, Scoring(num_groups=3, num_kept_groups=3)),
     (40, 6, Scoring(num_groups=8, num_kept_groups=2, in_fp32=True)),
     (6, 1, Scoring(True, 3, 1, is_normalised=True)),
     (5, 4, Scoring(True, scale=0.5)),
+    (128, 8, Scoring(is_normalised=True, in_fp32=True, logit_scale=0.25)),
 ]
 # The same with windows of rows. The first is that of LLaDA2.2. The others have no power of two, a
 # capacity equal to the experts per row in fp32, groups that a window closes to some rows, windows

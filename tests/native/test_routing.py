@@ -29,6 +29,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 def defined_routing(logits, num_chosen, bias, scoring):
     """Return the experts of one row, ascending, and their weights, in Python's float64."""
+    logits = [logit * scoring.logit_scale for logit in logits]
     peak = max(logits)
     if scoring.is_sigmoid:
         scores = [1.0 / (1.0 + math.exp(-g)) if g > -math.inf else 0.0 for g in logits]
