@@ -240,7 +240,7 @@ PRESETS: dict[tuple[str, str], Preset] = {
         sizes=SDAR_SIZES | {"hidden_size": 2560, "intermediate_size": 9728},
         token_ids=SDAR_TOKEN_IDS,
     ),
-    # I-DLM-8B, whose sizes are those of Qwen3-8B
+    # I-DLM-8B, with the sizes of Qwen3-8B
     ("idlm", "8b"): Preset(
         sizes={
             **SDAR_SIZES,

@@ -51,7 +51,7 @@ FULL = ("mha", "gqa", "padded_vocab", "bias", "tied", "qk_norm", "scaled", "grou
 FULL_WITH_EXPERTS = ("moe", "moe_fused", "moe_dense_mix", "diffullama")
 IN_BLOCKS = (
     *("sdar", "sdar_tied", "sdar_moe_mix", "llada2", "llada2_dense_first", "llada2_all_experts"),
-    *("llada22", "stable_diffcoder", "nemotron", "fast_dllm"),
+    *("llada22", "stable_diffcoder", "nemotron", "fast_dllm", "idlm"),
 )
 
 

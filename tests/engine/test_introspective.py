@@ -215,7 +215,7 @@ def test_ratio_in_a_batch(engine: Engine) -> None:
 
 
 def test_log_probabilities_of_ratio(engine: Engine, folders: dict[str, Path]) -> None:
-    """They are those of the model after the tokens before, as with `coupled`."""
+    """They are the model's after the tokens before, as with `coupled`."""
     fields = {"temperature": 1.0, "top_k": 50, "seed": 4, "return_trajectory": True}
     one = ask(20, acceptance="ratio", stride=4, **fields)
     (answer,) = engine.ask(one)

@@ -299,7 +299,7 @@ def test_the_page_offers_adapters(
 ) -> None:
     """Two models side by side answer one question, and a reload keeps the choice."""
     assert adapted.http.get("/page/options.json").json()["adapters"] == ["a"]
-    question = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 16}
+    question = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "max_tokens": 32}
     plain, answer = (adapted.generate(model=m, **question)["text"][0] for m in (MODEL_NAME, "a"))
     assert plain != answer
     browser.show()
@@ -317,13 +317,15 @@ def test_the_page_offers_adapters(
     )
     browser.run(
         "for (const box of document.querySelectorAll('[name=gen_length]')) {"
-        "box.value = 16; box.dispatchEvent(new Event('change')); }"
+        "box.value = 32; box.dispatchEvent(new Event('change')); }"
     )
     browser.run("document.getElementById('question').focus()")
     browser.type("What is 3 plus 4?")
     browser.key("Enter")
-    browser.wait_for("document.querySelectorAll('.answer .text:not(.open)').length === 2")
-    texts = browser.run("[...document.querySelectorAll('.answer .text')].map(a => a.innerText)")
+    shown = "[...document.querySelectorAll('.answer .text:not(.open)')].map(a => a.innerText)"
+    browser.wait_for("document.getElementById('send').textContent === 'Send'")
+    browser.wait_for(f"{shown}.filter(Boolean).length === 2")
+    texts = browser.run(shown)
     assert texts[0] != texts[1]
     browser.open(f"{process.url}/")
     browser.wait_for("document.body.dataset.state === 'ready'")
