@@ -25,6 +25,7 @@ _SOURCES = (
     *("vllm/diffusion/guided/*.py", "vllm/diffusion/core/*.py", "tests/interpreted.py"),
     *("tests/pages.py", "tests/native/support.py", "tests/native/test_interpreter.py"),
     *("tests/models/split_kernel.py", "tests/guided/support.py", "tests/guided/joint_kernels.py"),
+    *("vllm/diffusion/layers/gemma_*.py", "tests/models/gemma_rows.py"),
 )
 
 # Triton chooses the interpreter at import, so that the programs need their own process. Each

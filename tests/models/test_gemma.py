@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tests.gemma import CANVAS, WINDOW, load_network, make_gemma
+from tests.models.gemma_rows import check_rows
 from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span
 from vllm.diffusion.layers.gemma_stages import Router
 from vllm.diffusion.layers.windowed_attention import attend_in_window
@@ -160,3 +161,9 @@ def test_equal_experts_are_chosen_by_index() -> None:
     # A slot is row * 2 + place, and the rows of expert 0 come first.
     assert routing.slots.tolist() == [0, 2, 4, 1, 3, 5]
     assert routing.ends.tolist() == [3, 6, 6, 6]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1.2e-2)])
+def test_row_wise_operations(device: str, dtype: torch.dtype, limit: float) -> None:
+    check_rows(device, dtype, limit)

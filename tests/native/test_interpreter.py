@@ -121,6 +121,8 @@ PROGRAMS = {
     "low_rank": LOW_RANK,
     "routing": ROUTING,
     "split_attention": "from tests.models.split_kernel import run_split as r; r()",
+    "gemma": "import torch as t; from tests.models.gemma_rows import check_rows as r;"
+    " r('cpu', t.float32, 1e-6)",
     "joint": "from tests.guided.joint_kernels import check; check('cpu', 0, 0.8, num_requests=1)",
 }
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
+_NOISE_STEPS = 8  # steps whose noise is drawn at once
+
+
 class EntropyBound(DecodingRule):
     """Accepts positions while the sum of the entropies before them is at most a bound.
 
@@ -50,6 +53,8 @@ class EntropyBound(DecodingRule):
         self.step = 0
         self._num_steps = params.steps_per_block or 1
         self._most_likely: list[Array] = []  # tokens of the latest steps of the canvas
+        # Canvas and first step of the drawn noise [steps, L].
+        self._drawn_at, self._drawn = (-1, -1), np.zeros((0, 0), dtype=np.int64)
         self.accepted: Mask = np.zeros(params.block_length, dtype=np.bool_)
         self._end = prompt_length + params.gen_length
         self._count_unconfirmed()
@@ -70,11 +75,21 @@ class EntropyBound(DecodingRule):
         return target._replace(fill=(self.start, first), fill_end=target.rows[1])
 
     def _noise(self, step: int) -> Array:
-        """Return uniformly random tokens of the canvas, [L] int64."""
-        seed, positions = self.params.seed, torch.from_numpy(self._positions - self.prompt_length)
+        """Return uniformly random tokens of the canvas, [L] int64.
+
+        They are drawn for several steps at once, which takes little longer than for one.
+        """
+        first, seed = step - step % _NOISE_STEPS, self.params.seed
         assert seed is not None  # the engine draws one
-        uniform = ops.philox_uniform(seed, NOISE, step, positions, range(1))[:, 0]
-        noise: Array = (uniform * self.params.vocab_size).floor().long().numpy()
+        if self._drawn_at != (self.start, first):
+            self._drawn_at = self.start, first
+            positions = torch.from_numpy(self._positions - self.prompt_length)
+            steps = torch.arange(first, first + _NOISE_STEPS).repeat_interleave(len(positions))
+            rows = positions.repeat(_NOISE_STEPS)
+            uniform = ops.philox_uniform(seed, NOISE, steps, rows, range(1))[:, 0]
+            drawn = (uniform * self.params.vocab_size).floor().long()
+            self._drawn = drawn.view(_NOISE_STEPS, -1).numpy()
+        noise: Array = self._drawn[step - first]
         return noise
 
     def num_settled(self, tokens: Array) -> int:

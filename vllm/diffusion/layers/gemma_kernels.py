@@ -20,18 +20,21 @@ def _normed(row, weight, columns, is_column, width, eps):
 def add_normed_kernel(
     x,  # [R, D], updated
     first,  # [R, D]
-    second,  # [R, D], or None
-    first_weight,  # [D], or None without `second`
-    second_weight,  # [D], or None without `second`
+    terms,  # [R, K, D], or None
+    shares,  # [R, K] fp32, or None
+    first_weight,  # [D], or None without `terms`
+    second_weight,  # [D], or None without `terms`
     weight,  # [D]
     is_block,  # [R] bool, or None if all rows are of a block
     in_block,  # [1], or None
     in_context,  # [1], or None
     x_stride,
     first_stride,
-    second_stride,
+    terms_stride,
+    shares_stride,
     width,
     eps,
+    NUM_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -39,10 +42,17 @@ def add_normed_kernel(
     is_column = columns < width
     dtype = x.dtype.element_ty
     total = tl.load(first + row * first_stride + columns, mask=is_column, other=0.0).to(tl.float32)
-    if second is not None:
-        more = tl.load(second + row * second_stride + columns, mask=is_column, other=0.0)
+    if terms is not None:
+        more = tl.zeros((COLUMNS,), dtype=tl.float32)
+        for index in tl.static_range(NUM_TERMS):
+            at = terms + row * terms_stride + index * width + columns
+            term = tl.load(at, mask=is_column, other=0.0).to(tl.float32)
+            if shares is not None:
+                term *= tl.load(shares + row * shares_stride + index)
+            more += term
+        more = more.to(dtype).to(tl.float32)
         total = _normed(total, first_weight, columns, is_column, width, eps)
-        total += _normed(more.to(tl.float32), second_weight, columns, is_column, width, eps)
+        total += _normed(more, second_weight, columns, is_column, width, eps)
         total = total.to(dtype).to(tl.float32)
     at = x + row * x_stride + columns
     result = tl.load(at, mask=is_column, other=0.0).to(tl.float32)
@@ -58,24 +68,28 @@ def add_normed_kernel(
 def launch_add_normed(
     x: Tensor,
     first: Tensor,
-    second: Tensor | None,
+    terms: Tensor | None,
+    shares: Tensor | None,
     weights: tuple[Tensor | None, Tensor | None, Tensor],
     marks: tuple[Tensor | None, Tensor | None, Tensor | None],
     eps: float,
 ) -> None:
-    """Enqueue `gemma_stages.add_normed`; the arguments are checked."""
+    """Enqueue `gemma_rows.add_normed`, or `add_branches` with `terms`; arguments are checked."""
     num_rows, width = x.shape
     add_normed_kernel[(num_rows,)](
         x,
         first,
-        second,
+        terms,
+        shares,
         *weights,
         *marks,
         x.stride(0),
         first.stride(0),
-        0 if second is None else second.stride(0),
+        0 if terms is None else terms.stride(0),
+        0 if shares is None else shares.stride(0),
         width,
         eps,
+        NUM_TERMS=1 if terms is None else terms.shape[1],
         COLUMNS=triton.next_power_of_2(width),
         num_warps=4,
     )

@@ -31,41 +31,53 @@ class Scalars(NamedTuple):
     in_context: Tensor
 
 
-def add_normed(
+def add_normed(x: Tensor, result: Tensor, norm: RMSNorm) -> None:
+    """Add norm(result) to x, in place; both are [R, D]."""
+    kernels = _kernels_for(x)
+    if kernels is None or not x.numel():
+        x.add_(norm(result))
+        return
+    with _guard(x):
+        nothing = (None, None, None)
+        kernels.launch_add_normed(
+            x, result, None, None, (None, None, norm.weight), nothing, norm.eps
+        )
+
+
+def add_branches(
     x: Tensor,
-    branches: Tensor | tuple[tuple[Tensor, RMSNorm], tuple[Tensor, RMSNorm]],
-    norm: RMSNorm,
-    scalars: Scalars | None = None,
-    is_block: Tensor | None = None,
+    dense: Tensor,
+    terms: Tensor,
+    shares: Tensor | None,
+    norms: tuple[RMSNorm, RMSNorm, RMSNorm],
+    scalars: Scalars,
+    is_block: Tensor | None,
 ) -> None:
-    """Add a normed result to x [R, D], and scale the sum, in place.
+    """Add the normed results of a dense MLP and of experts to x [R, D], and scale, in place.
 
     Args:
         x: the residual stream.
-        branches: the result [R, D]; or two results, each with the norm that it passes before they
-            are added.
-        norm: norm of the result, or of the sum of both; all norms have the same epsilon.
-        scalars: factors of the sum; None for none.
+        dense: [R, D], the result of the dense MLP.
+        terms: [R, k, D], results of the experts of each row.
+        shares: [R, k] fp32, factors of the terms in their sum; None for 1.
+        norms: of `dense`, of the sum of terms, and of the sum of both; with the same epsilon.
+        scalars: factors of the result.
         is_block: [R] bool, whether a row has the factor of rows of a block; None if all rows have.
     """
-    parts = [(branches, None)] if isinstance(branches, torch.Tensor) else list(branches)
     kernels = _kernels_for(x)
     if kernels is not None and x.numel():
-        (first, *second), gains = zip(*parts, strict=True)
-        weights = [None if own is None else own.weight for own in gains]
-        weights += [None] * (2 - len(weights))
-        of_rows = (None, None, None) if scalars is None else (is_block, *scalars)
-        rest = (second[0] if second else None), (*weights, norm.weight), of_rows
+        weights = tuple(norm.weight for norm in norms)
         with _guard(x):
-            kernels.launch_add_normed(x, first, *rest, norm.eps)
+            marks = (is_block, *scalars)
+            kernels.launch_add_normed(x, dense, terms, shares, weights, marks, norms[2].eps)
         return
-    results = [result if own is None else own(result) for result, own in parts]
-    x.add_(norm(sum(results[1:], results[0])))
-    if scalars is not None:
-        scalar = scalars.in_block
-        if is_block is not None:
-            scalar = torch.where(is_block[:, None], scalar, scalars.in_context)
-        x.mul_(scalar)
+    wide = terms.float() if shares is None else terms.float() * shares[:, :, None]
+    mixed = wide.sum(dim=1).to(x.dtype)
+    x.add_(norms[2](norms[0](dense) + norms[1](mixed)))
+    scalar = scalars.in_block
+    if is_block is not None:
+        scalar = torch.where(is_block[:, None], scalar, scalars.in_context)
+    x.mul_(scalar)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:

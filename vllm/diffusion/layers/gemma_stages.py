@@ -16,7 +16,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.layers.attention import ALL_HEADS, SelfAttention
-from vllm.diffusion.layers.gemma_rows import Scalars, add_normed, gelu_mul
+from vllm.diffusion.layers.gemma_rows import Scalars, add_branches, add_normed, gelu_mul
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,8 +100,7 @@ class GemmaAttention(SelfAttention):
 
     def add(self, x: Tensor, heads: Tensor, group: HeadGroup, buffers: Buffers) -> None:
         if x.shape[0]:
-            result = torch.zeros_like(x)
-            self.out_proj.add_to(result, heads.flatten(1), buffers)
+            result = product_of(self.out_proj, heads.flatten(1), x, buffers)
             add_normed(x, result, self.out_norm)
 
     def _own_columns(self, product: Tensor) -> Tensor:
@@ -176,36 +175,39 @@ class GemmaFeedForward:
         with buffers.scope("feed-forward"):
             rows = stages.normed(x.dtype, x.shape[1])
             normed = before_dense(x, self.gate_up_proj.rows(rows, len(x), buffers))
-            projections = self.gate_up_proj, self.down_proj
-            dense = gelu_mlp(normed, *projections, self.width, torch.zeros_like(x), buffers)
-            mixed = torch.zeros_like(x)
-            ops.add_experts(
-                mixed,
-                before_experts(x),
-                self.router.route(x),
-                self.w1,
-                self.w2,
-                buffers,
-                in_fp32=True,
-                is_gelu=True,
-            )
-            branches = ((dense, behind_dense), (mixed, behind_experts))
-            add_normed(x, branches, behind, self.scalars, is_block)
+            inner = gelu_product(normed, self.gate_up_proj, self.width, x, buffers)
+            dense = product_of(self.down_proj, inner, x, buffers)
+            given = before_experts(x), self.router.route(x), self.w1, self.w2
+            shares: Tensor | None = given[1].weights
+            if self.down_proj.is_summed:  # over ranks, which hold a part of every expert's width
+                mixed = torch.zeros_like(x)
+                ops.add_experts(mixed, *given, buffers, in_fp32=True, is_gelu=True)
+                terms, shares = mixed[:, None], None
+            else:
+                terms = ops.expert_terms(*given, is_weighted=False, is_gelu=True)
+            behind_both = behind_dense, behind_experts, behind
+            add_branches(x, dense, terms, shares, behind_both, self.scalars, is_block)
 
 
-def gelu_mlp(
+def gelu_product(
     x: Tensor | ops.QuantisedRows,
     gate_up_proj: ops.Projection,
-    down_proj: ops.Projection,
     width: int,
-    out: Tensor,
+    like: Tensor,
     buffers: Buffers,
 ) -> Tensor:
-    """Add Wdown (gelu(Wgate x) * Wup x) of rows x [R, D] to out [R, D], and return it.
-
-    `width` is the inner width.
-    """
-    gate_up = stages.gate_up(out.dtype, 2 * width).take(buffers, len(out))
+    """Return gelu(Wgate x) * Wup x [R, width] of rows x, in the dtype of `like`."""
+    gate_up = stages.gate_up(like.dtype, 2 * width).take(buffers, len(like))
     gate_up_proj.project(x, gate_up, buffers)
-    down_proj.add_to(out, gelu_mul(gate_up), buffers)
+    return gelu_mul(gate_up)
+
+
+def product_of(projection: ops.Projection, h: Tensor, like: Tensor, buffers: Buffers) -> Tensor:
+    """Return h W^T [R, D], summed over the ranks if the layer is row parallel."""
+    if projection.is_summed:
+        out = torch.zeros_like(like)
+        projection.add_to(out, h, buffers)
+        return out
+    out = torch.empty_like(like)
+    projection.multiply(h, out, buffers)
     return out

@@ -14,7 +14,13 @@ from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.layers.gemma_rows import Scalars, soft_cap
-from vllm.diffusion.layers.gemma_stages import GemmaAttention, GemmaFeedForward, Router, gelu_mlp
+from vllm.diffusion.layers.gemma_stages import (
+    GemmaAttention,
+    GemmaFeedForward,
+    Router,
+    gelu_product,
+    product_of,
+)
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.layers.rotary import Rotary, inverse_frequencies
@@ -216,7 +222,8 @@ class SelfConditioning(nn.Module):
         gate_up, down = (ops.projection_of(p) for p in (self.mlp.gate_up_proj, self.mlp.down_proj))
         width = self.mlp.down_proj.input_size_per_partition
         buffers = FreshBuffers(x.device)
-        total = gelu_mlp(self.pre_norm(soft), gate_up, down, width, x.clone(), buffers)
+        inner = gelu_product(self.pre_norm(soft), gate_up, width, x, buffers)
+        total = product_of(down, inner, x, buffers).add_(x)
         return ops.rms_norm(total, self.unit_gains, self.pre_norm.eps)
 
     def destinations(self, path: str, stored: str) -> dict[str, Destination]:

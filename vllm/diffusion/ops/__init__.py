@@ -23,6 +23,7 @@ from vllm.diffusion.ops.experts import (
     Routing,
     Scoring,
     add_experts,
+    expert_terms,
     route_rows,
 )
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
@@ -125,6 +126,7 @@ __all__ = [
     "embed_rows",
     "empty_packed",
     "expand",
+    "expert_terms",
     "gated_expand",
     "gather_columns",
     "has_attention",

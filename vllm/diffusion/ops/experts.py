@@ -202,6 +202,25 @@ def _widened(rows: Tensor | QuantisedRows, like: Tensor) -> Tensor:
     return (rows.values.float() * rows.scales[:, None]).to(like.dtype)
 
 
+def expert_terms(
+    normed: Tensor,
+    routing: Routing,
+    w1: ExpertWeights,
+    w2: ExpertWeights,
+    *,
+    is_weighted: bool,
+    is_gelu: bool = False,
+) -> Tensor:
+    """Compute this rank's part of the terms [R, k, D] of rows; arguments as in `add_experts`.
+
+    `is_weighted` states whether they are multiplied by the rows' weights.
+    """
+    inner = gated_products(normed, _matrices(w1, normed), routing, is_gelu=is_gelu)
+    is_constant = isinstance(w2, DenseExperts)
+    second = _matrices(w2, normed)
+    return weighted_terms(inner, second, routing, is_weighted=is_weighted, early=is_constant)
+
+
 def add_experts(
     x: Tensor,
     normed: Tensor,
@@ -233,12 +252,7 @@ def add_experts(
         is_gelu: whether experts have gelu in its tanh form instead of silu.
     """
     weights = routing.weights
-    inner = gated_products(normed, _matrices(w1, x), routing, is_gelu=is_gelu)
-    is_constant = isinstance(w2, DenseExperts)
-    second = _matrices(w2, x)
-    terms = weighted_terms(inner, second, routing, is_weighted=not in_fp32, early=is_constant)
-    # It is freed before the sum allocates memory.
-    del inner
+    terms = expert_terms(normed, routing, w1, w2, is_weighted=not in_fp32, is_gelu=is_gelu)
     if has_shared:
         terms, addend, weights = terms[:, :-1], terms[:, -1], weights[:, :-1]
     late_weights = weights if in_fp32 else None
