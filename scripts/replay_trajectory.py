@@ -32,7 +32,7 @@ from reference.models import load_reference, shift_right  # noqa: E402
 from reference.philox import uniform_matrix  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -231,35 +231,41 @@ def _distributions(
     if parameters["cfg_scale"] > 0:
         free = logits_of(torch.where(known, parameters["mask_id"], rows))
         logits = free + (parameters["cfg_scale"] + 1) * (logits - free)
-    edits = {
-        name: parameters[name] for name, neutral in _EDITS.items() if parameters[name] != neutral
-    }
-    if edits:
-        start, stops = trajectory["prompt_length"], parameters["end_ids"] or parameters["stop_ids"]
-        end = start + parameters["max_tokens" if parameters["suffix_ids"] else "gen_length"]
-        edits |= {"ignore_eos": parameters["ignore_eos"]}
-        edited = partial(
-            shaping.edited,
-            prompt_length=start,
-            parameters=edits,
-            mask=parameters["mask_id"],
-            ends=stops,
-            words=parameters["bad_words"],
-        )
-        for step in sorted({commit[0] for commit in commits}):
-            row = rows[step - 1, :end].tolist()  # The tokens behind it are not part of the answer.
-            own = logits[step - 1, start:]
-            if parameters["algorithm"] != "introspective":
-                own.copy_(edited(own, row))
-                continue
-            for place in range(len(own)):  # A row depends on the tokens before its position.
-                before = row[: start + place] + [parameters["mask_id"]] * (end - start - place)
-                own[place] = edited(own[: place + 1], before)[place]
+    _edit(logits, rows, trajectory, {commit[0] for commit in commits})
     logits[..., parameters["forbidden_ids"]] = -torch.inf
     for step in trajectory["mask_forbidden"]:
         logits[step - 1, :, parameters["mask_id"]] = -torch.inf
     scales = logits.abs().nan_to_num(posinf=0.0).amax(dim=-1).clamp(min=1.0)
     return torch.log_softmax(logits, dim=-1), scales
+
+
+def _edit(logits: Tensor, rows: Tensor, trajectory: dict[str, Any], steps: Collection[int]) -> None:
+    """Apply the request's edits to the logits [S, T, V] of some steps, in place."""
+    parameters = trajectory["parameters"]
+    edits = {
+        name: parameters[name] for name, neutral in _EDITS.items() if parameters[name] != neutral
+    }
+    if not edits:
+        return
+    start, mask_id = trajectory["prompt_length"], parameters["mask_id"]
+    end = start + parameters["max_tokens" if parameters["suffix_ids"] else "gen_length"]
+    edited = partial(
+        shaping.edited,
+        prompt_length=start,
+        parameters=edits | {"ignore_eos": parameters["ignore_eos"]},
+        mask=mask_id,
+        ends=parameters["end_ids"] or parameters["stop_ids"],
+        words=parameters["bad_words"],
+    )
+    for step in steps:
+        row = rows[step - 1, :end].tolist()  # The tokens behind it are not part of the answer.
+        own = logits[step - 1, start:]
+        if parameters["algorithm"] != "introspective":
+            own.copy_(edited(own, row))
+            continue
+        for place in range(len(own)):  # A row depends on the tokens before its position.
+            before = row[: start + place] + [mask_id] * (end - start - place)
+            own[place] = edited(own[: place + 1], before)[place]
 
 
 def _contexts(

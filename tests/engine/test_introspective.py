@@ -54,11 +54,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 # This test is the first one of the file, because ranks are only forked if no engine ran before.
 def test_two_ranks(folders: dict[str, Path]) -> None:
+    drawn = {"temperature": 1.0, "seed": 3}
+    ratio = ask(30, acceptance="ratio", **drawn)
     with running(folders["flat"], tensor_parallel_size=2) as engine:
-        for more in ({}, {"temperature": 1.0, "seed": 3}):
+        for more in ({}, drawn):
             asks = [ask(30, "autoregressive", **more), *(ask(30, stride=n, **more) for n in (2, 8))]
             answers = engine.ask(*asks)
             assert ids(answers) == [answers[0].token_ids] * 3
+        (of_two,) = engine.ask(ratio)
+    with running(folders["flat"]) as engine:
+        assert ids(engine.ask(ratio)) == [of_two.token_ids]
 
 
 @pytest.fixture(scope="module", params=list(FACTORS))

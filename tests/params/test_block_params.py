@@ -488,13 +488,13 @@ def test_adablock() -> None:
     [
         (3, {}, 4),
         (7, {}, 8),
-        (32, {}, 4),  # of a checkpoint without block_size
+        (32, {}, 4),  # the checkpoint has no block_size
         (3, {"stride": 2}, 2),
         (3, {"stride": 16}, 16),
     ],
 )
 def test_strides(block_size: int, parameters: dict[str, Any], stride: int) -> None:
-    """A forward pass has the latest token, the drafts and as many masks."""
+    """A forward pass has the latest token, stride - 1 drafts and stride - 1 masks."""
     decided = resolve(served(IDLM, block_length=block_size), **parameters)
     assert (decided.algorithm, decided.stride) == ("introspective", stride)
     assert decided.block_length == 2 * stride - 1

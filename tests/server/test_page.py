@@ -27,6 +27,7 @@ from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from vllm.diffusion.request.families import (
     DIFFUSION_GEMMA,
     DREAM,
+    IDLM,
     LLADA,
     LLADA2,
     LLADA22,
@@ -87,7 +88,9 @@ def test_versions(client: Client) -> None:
 
 
 CAUSAL = {"self_speculation", "autoregressive"}
+STRICT = {"introspective", "autoregressive"}
 OPEN = {"entropy_bound"}
+NOT_CAUSAL = BLOCK_ALGORITHMS.keys() - CAUSAL - STRICT - OPEN
 
 
 def model_of(family: Family, **defaults: Any) -> ServedModel:
@@ -99,12 +102,13 @@ def model_of(family: Family, **defaults: Any) -> ServedModel:
     ("family", "names"),
     [
         (DREAM, ALGORITHMS.keys()),
-        (SDAR, BLOCK_ALGORITHMS.keys() - {"hierarchy_block", "levenshtein"} - CAUSAL - OPEN),
-        (LLADA22, BLOCK_ALGORITHMS.keys() - {"hierarchy_block"} - CAUSAL - OPEN),
+        (SDAR, NOT_CAUSAL - {"hierarchy_block", "levenshtein"}),
+        (LLADA22, NOT_CAUSAL - {"hierarchy_block"}),
         (NEMOTRON, {"low_confidence_dynamic", "semi_ar"} | CAUSAL),
+        (IDLM, STRICT),
         (DIFFUSION_GEMMA, OPEN),
     ],
-    ids=["full", "block-causal", "edits", "causal", "open"],
+    ids=["full", "block-causal", "edits", "causal", "strict", "open"],
 )
 def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
     offered = page_options(model_of(family), "m", "1")
