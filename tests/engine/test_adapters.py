@@ -518,7 +518,7 @@ def test_fp8_weights(
 def test_slots_without_room_are_refused(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot of rank 512 takes 6.6 MiB here, and the pool keeps what is configured for it."""
+    """A slot of rank 512 takes 6.6 MiB here, and the pool keeps its configured bytes."""
     room = 20 << 20
     monkeypatch.setattr(pool_budget, "free_bytes_of", lambda *_: POOL_BYTES + room)
     wanted = "max_loras: given 4 of rank 512, [0-9.]+ MiB; wanted at most 3"

@@ -15,8 +15,8 @@ def plain_attention(
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(hd)) v of every span, in float64.
 
-    With a window, a row on a grid reads so many keys, its own included. Another row reads its block
-    and one key less before it.
+    With a window, a row on a grid reads the last `window` keys up to its own. Another row reads its
+    block and the `window` - 1 keys before it.
     """
     out = torch.zeros_like(q, dtype=torch.float64)
     group = q.shape[1] // k.shape[1]

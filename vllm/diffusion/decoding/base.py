@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from vllm.diffusion.core.scoring import CandidateScoring
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from vllm.diffusion.request.likelihood import TokenScores
@@ -84,20 +87,6 @@ class Commit(NamedTuple):
     tokens: Array
 
 
-class DraftCounts(NamedTuple):
-    """Drafts of single tokens that a rule has made so far.
-
-    Attributes:
-        tried: drafts that a forward has verified.
-        held: drafts that were right, with all drafts before them.
-        cold: forwards without drafts after the first one.
-    """
-
-    tried: int = 0
-    held: int = 0
-    cold: int = 0
-
-
 class ScorePick(NamedTuple):
     """Commit of a rule that uses only scores: the most certain candidates.
 
@@ -141,7 +130,7 @@ class DecodingRule(ABC):
     scores: TokenScores | None = None
     # Lengths that the canvas takes after the latest choice, in order; empty if it keeps its length.
     new_lengths: tuple[int, ...] = ()
-    draft_counts: DraftCounts | None = None  # set by rules that draft single tokens
+    report: Mapping[str, int] = MappingProxyType({})  # numbers that the answer's report has
     num_unconfirmed = 0  # positions of the answer that the rule may mask again
     first_step = 0  # step of the request at which the steps of its random numbers count from 0
     # Whether a random number depends on the position of its token, and not on the step.

@@ -32,7 +32,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, COMMIT
-from vllm.diffusion.decoding.base import Array, Candidates, Commit, DraftCounts, ForwardTarget
+from vllm.diffusion.decoding.base import Array, Candidates, Commit, ForwardTarget
 from vllm.diffusion.decoding.self_speculation import SelfSpeculation
 
 if TYPE_CHECKING:
@@ -46,14 +46,12 @@ class Introspective(SelfSpeculation):
     is the case after it and after a wrong draft, a pass has the latest token and masks only.
     """
 
-    draft_counts: DraftCounts
-
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         assert params.stride is not None
         self._stride = params.stride
         self._drafts: Array = np.empty(0, dtype=np.int64)  # drafts after the latest token
-        self.draft_counts = DraftCounts()
+        self.report = dict.fromkeys(("drafts_tried", "drafts_held", "cold_forwards"), 0)
         # At temperature 0 both kinds of acceptance are the same.
         self.adjusts_logits = params.acceptance == "ratio" and params.temperature > 0
         self._num_forwards = 0
@@ -76,9 +74,9 @@ class Introspective(SelfSpeculation):
         drafts, tokens = self._drafts, candidates.tokens
         differ = (drafts != tokens[: drafts.size]).nonzero()[0]
         count = int(differ[0]) + 1 if differ.size else drafts.size + 1
-        tried, held, cold = self.draft_counts
         is_cold = not drafts.size and self._next > self.prompt_length
-        self.draft_counts = DraftCounts(tried + drafts.size, held + count - 1, cold + is_cold)
+        new = {"drafts_tried": drafts.size, "drafts_held": count - 1, "cold_forwards": is_cold}
+        self.report = {name: number + new[name] for name, number in self.report.items()}
         if differ.size:  # the drafts after a wrong one become masks again
             tokens = np.where(np.arange(drafts.size) < count, tokens[: drafts.size], self._mask)
         self._drafts = tokens[:0] if differ.size else tokens[count:].copy()

@@ -10,10 +10,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.diffusion.adapters.known_adapters import AdapterReport
     from vllm.diffusion.core.canvas_view import CanvasView
     from vllm.diffusion.core.trajectory import Trajectory
-    from vllm.diffusion.decoding import DraftCounts
     from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
@@ -68,7 +69,7 @@ class StepResult:
         num_steps: denoise steps of the request so far, as if none were speculative.
         num_forwards: forwards of the request so far; one forward may serve several steps.
         num_drafts: draft states that were evaluated so far.
-        draft_counts: drafts of single tokens so far, if the algorithm makes some.
+        report: numbers of the decoding rule so far, for the report of the answer.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 if there is none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -92,7 +93,7 @@ class StepResult:
     num_committed: int
     next_rows: int = 0
     num_drafts: int = 0
-    draft_counts: DraftCounts | None = None
+    report: Mapping[str, int] = field(default_factory=dict)
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None

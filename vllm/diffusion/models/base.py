@@ -142,11 +142,13 @@ class DiffusionModel(Updatable):
         scale = self.architecture.embedding_scale
         return out if scale == 1.0 else out.mul_(scale)
 
-    def condition(self, x: Tensor, is_block: Tensor) -> None:
+    def condition(self, x: Tensor, is_block: Tensor | None) -> tuple[Tensor, ...]:
         """Change the embeddings x [T, D] of rows in blocks (is_block [T] bool), in place.
 
-        Only models whose layers treat these rows in their own way do so.
+        Returns:
+            tensors with an entry per row, for the feed-forward stages; most models need none.
         """
+        return ()
 
     def rotary(self, positions: Tensor, buffers: Buffers | None = None) -> Rotary:
         """Return rotary table rows of positions [T], in `buffers` if given.

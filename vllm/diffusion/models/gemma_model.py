@@ -315,10 +315,12 @@ class GemmaModel(UpstreamModel):
             self._soft = self._captured_soft.new_empty(num_rows, self.hidden_size)
         return self._soft[:num_rows]
 
-    def condition(self, x: Tensor, is_block: Tensor) -> None:
+    def condition(self, x: Tensor, is_block: Tensor | None) -> tuple[Tensor, ...]:
         """Add self-conditioning to the embeddings x [T, D] of rows in blocks, in place."""
+        assert is_block is not None
         conditioned = self.self_conditioning.conditioned(x, self._soft[: len(x)])
         torch.where(is_block[:, None], conditioned, x, out=x)
+        return (is_block,)
 
     def expected_embeddings(self, logits: Tensor) -> Tensor:
         """Return the embeddings [R, D] that the distributions of logits [R, V] fp32 expect."""

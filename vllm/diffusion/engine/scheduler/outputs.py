@@ -168,18 +168,9 @@ def _report(item: RequestState) -> dict[str, Any]:
         "seed": item.params.seed,
         "ignored": list(item.params.ignored),
         **_lengths(item),
-        **_drafts(item),
+        **item.report,
         **(item.largest.report() if item.largest is not None else {}),
     }
-
-
-def _drafts(item: RequestState) -> dict[str, int]:
-    """Return the numbers of drafts of single tokens, if the algorithm makes some."""
-    counts = item.draft_counts
-    if counts is None:
-        return {}
-    names = {"drafts_tried": counts.tried, "drafts_held": counts.held}
-    return {**names, "cold_forwards": counts.cold}
 
 
 def _lengths(item: RequestState) -> dict[str, list[int]]:

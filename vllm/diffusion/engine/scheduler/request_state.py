@@ -20,7 +20,6 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.diffusion.decoding import DraftCounts
     from vllm.diffusion.engine.messages import StepResult, StepUsage
     from vllm.diffusion.engine.scheduler.gates import AdmissionGate
     from vllm.diffusion.memory import Demand
@@ -71,7 +70,7 @@ class RequestState:
     num_steps: int = 0
     num_forwards: int = 0
     num_drafts: int = 0
-    draft_counts: DraftCounts | None = None
+    report: Mapping[str, int] = field(default_factory=dict)
     num_committed: int = 0
     earlier_lengths: list[int] = field(default_factory=list)
     prompt_of: str | None = None
@@ -174,7 +173,7 @@ class RequestState:
         self.next_rows, self.num_kept = result.next_rows, result.num_kept
         self.num_steps, self.num_forwards = result.num_steps, result.num_forwards
         self.num_drafts, self.num_committed = result.num_drafts, result.num_committed
-        self.draft_counts = result.draft_counts
+        self.report = result.report
         if usage is not None and (
             self.largest is None or usage.peak_bytes > self.largest.peak_bytes
         ):

@@ -169,9 +169,7 @@ def run_body(
     num_rows, last = inputs.token_ids.numel(), len(model.layers) - 1
     (buffer,) = stages.residual(model.dtype, model.hidden_size)
     whole = model.embed(inputs.token_ids, buffer.take(residents, num_rows))
-    marks = () if inputs.is_block is None else (inputs.is_block,)
-    if marks:
-        model.condition(whole, *marks)
+    marks = model.condition(whole, inputs.is_block)
     x = whole if model.adapting is None else model.adapting.watch(whole)
     rotary = model.rotary(inputs.positions, residents) if plan.layout.keep_queries else None
     num_heads = model.num_heads if plan.layout.keep_queries else 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.spans import AttentionLayout, PageTable
+    from vllm.diffusion.core.spans import AttentionLayout
 
 # Triton reads this variable when a kernel is decorated, that is, when its module is imported.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -133,44 +133,63 @@ def split_attention(
             window lacks `firsts`.
     """
     config = config or _WIDE.get(q.shape[2], CONFIG)
-    _check(q, layout.pages, config)
-    if window and layout.firsts is None:
-        raise ValueError("split_attention: layout.firsts: wanted with a window, given None")
+    _check(q, layout, config, window)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    num_rows, num_heads, head_dim = q.shape
+    if q.shape[0] and len(layout.key_counts):
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        _launch((q, k, v, out), layout, config, scale=scale, window=window)
+    return out
+
+
+def _launch(
+    heads: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: AttentionLayout[Tensor],
+    config: SplitConfig,
+    *,
+    scale: float,
+    window: int,
+) -> None:
+    """Launch the kernels; `heads` contains q, k, v and out."""
+    q, k, *_ = heads
+    num_rows, num_heads, _ = q.shape
     num_kv_heads, num_sequences = k.shape[1], len(layout.key_counts)
-    if num_rows == 0 or num_sequences == 0:
-        return out
     group = num_heads // num_kv_heads
-    num_tiles = _max_tiles(num_rows, num_sequences, layout.max_queries, group, config.rows)
-    # Lower bound of the tiles with rows. The last sequence of a graph may have only padding rows.
-    num_filled = max(-(-num_rows * group // config.rows), num_sequences - 1)
-    max_keys = min(layout.max_keys, window + layout.max_queries) if window else layout.max_keys
-    num_splits = choose_splits(
-        num_filled * num_kv_heads, max_keys, config, num_multiprocessors(q.device)
-    )
     kernels = _kernels()
     assert kernels is not None
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         kernels.launch(
-            (q, k, v, out),
+            heads,
             (*layout[:3], layout.block_lengths, layout.firsts),
             None if layout.pages is None else layout.pages.rows,
             page_size=0 if layout.pages is None else layout.pages.size,
             window=window,
-            scale=math.log2(math.e) * (head_dim**-0.5 if scale is None else scale),
-            num_tiles=num_tiles,
-            num_splits=num_splits,
+            scale=math.log2(math.e) * scale,
+            num_tiles=_max_tiles(num_rows, num_sequences, layout.max_queries, group, config.rows),
+            num_splits=_num_splits(q, num_kv_heads, layout, config, window),
             min_keys=_MIN_STEPS * config.keys,
             max_splits=MAX_SPLITS,
             config=config,
             overlaps=overlaps(q.device),
         )
-    return out
 
 
-def _check(q: Tensor, pages: PageTable | None, config: SplitConfig) -> None:
+def _num_splits(
+    q: Tensor, num_kv_heads: int, layout: AttentionLayout[Tensor], config: SplitConfig, window: int
+) -> int:
+    """Return the number of parts to split the keys into; arguments as for `split_attention`."""
+    num_rows, num_heads, _ = q.shape
+    tiles = -(-num_rows * (num_heads // num_kv_heads) // config.rows)
+    # Lower bound of the tiles with rows. The last sequence of a graph may have only padding rows.
+    num_filled = max(tiles, len(layout.key_counts) - 1)
+    max_keys = min(layout.max_keys, window + layout.max_queries) if window else layout.max_keys
+    return choose_splits(num_filled * num_kv_heads, max_keys, config, num_multiprocessors(q.device))
+
+
+def _check(q: Tensor, layout: AttentionLayout[Tensor], config: SplitConfig, window: int) -> None:
+    pages = layout.pages
+    if window and layout.firsts is None:
+        raise ValueError("split_attention: layout.firsts: wanted with a window, given None")
     if not can_split(q.dtype, q.shape[2], q.device):
         raise ValueError(
             f"split_attention: wanted 16-bit heads of a width in {HEAD_DIMS} on a GPU with Triton,"
