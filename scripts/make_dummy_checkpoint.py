@@ -14,6 +14,8 @@
     scripts/make_dummy_checkpoint.py --family fast-dllm OUTPUT_DIR      Fast-dLLM v2 7B
     scripts/make_dummy_checkpoint.py --family nemotron OUTPUT_DIR       Nemotron-Labs-Diffusion-8B
                                                                         (--size 3b, 14b)
+    scripts/make_dummy_checkpoint.py --family diffusion-gemma OUTPUT_DIR
+                                                                        DiffusionGemma-26B-A4B
     scripts/make_dummy_checkpoint.py --family llada --num-layers 2 --shrink 16 OUTPUT_DIR
 
     python -m vllm.entrypoints.api_server --model OUTPUT_DIR --load-format dummy
@@ -47,7 +49,7 @@ HEAD_KEYS = ("n_heads", "num_attention_heads")
 WIDTH_KEYS = (
     *HEAD_KEYS,
     *("d_model", "n_kv_heads", "mlp_hidden_size"),
-    *("hidden_size", "num_key_value_heads", "intermediate_size"),
+    *("hidden_size", "num_key_value_heads", "num_global_key_value_heads", "intermediate_size"),
     *("expert_intermediate_size", "dense_intermediate_size", "moe_intermediate_size"),
 )
 
@@ -282,6 +284,25 @@ PRESETS: dict[tuple[str, str], Preset] = {
     ("nemotron", "8b"): nemotron(34, 4096, 14336),
     ("nemotron", "3b"): nemotron(26, 3072, 9216),
     ("nemotron", "14b"): nemotron(40, 5120, 16384, theta=1e9),
+    # DiffusionGemma-26B-A4B, the text part
+    ("diffusion-gemma", "26b-a4b"): Preset(
+        sizes={
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "sliding_window": 1024,
+            "top_k_experts": 8,
+            "vocab_size": 262144,
+        },
+        token_ids={"<pad>": 0, "<eos>": 1, "<bos>": 2, "<mask>": 4, "<|turn>": 105, "<turn|>": 106},
+    ),
     # Qwen3-0.6B-diffusion-mdlm; the tokens have Dream's names
     ("a2d", "0.6b"): Preset(
         sizes=layers(28)
@@ -384,12 +405,12 @@ def write_checkpoint(
         )
 
     from tiny_model.checkpoint import generation_config, write_json
-    from tiny_model.family import load_family
+    from tiny_model.family import load_format
     from tiny_model.tokenizer import write_tokenizer
 
     config = configuration(family, size, num_layers=num_layers, shrink=shrink)
     directory.mkdir(parents=True, exist_ok=True)
-    described = load_family(preset.like or family)
+    described = load_format(preset.like or family)
     special_tokens = described.special_tokens
     write_tokenizer(
         directory,
@@ -416,9 +437,9 @@ def configuration(
     """
     preset = preset_of(family, size)
 
-    from tiny_model.family import load_family
+    from tiny_model.family import load_format
 
-    described = load_family(preset.like or family)
+    described = load_format(preset.like or family)
     tokens = tokens_of(preset, described.special_tokens)
     config = {**described.config(tokens), **preset.sizes, "torch_dtype": "bfloat16"}
     for key in WIDTH_KEYS:

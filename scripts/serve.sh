@@ -63,11 +63,14 @@ serve_family() {
   [ ! -d "$model" ] || names=(--served-model-name "$(basename -- "$(realpath -s -- "$model")")" "$model")
 
   local tiny=$family # the family, or a similar one that has a tiny model
-  case $family in stable-diffcoder | a2d) tiny=llada ;; esac
+  case $family in
+    stable-diffcoder | a2d) tiny=llada ;;
+    diffusion-gemma) tiny= ;;
+  esac
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
     "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
-    "Face Hub; for a try without a download: .venv/bin/python scripts/make_tiny_model.py" \
-    "--family $tiny makes models/$tiny-tiny"
+    "Face Hub${tiny:+; for a try without a download: .venv/bin/python scripts/make_tiny_model.py \
+--family $tiny makes models/$tiny-tiny}"
 
   local python=$home/.venv/bin/python
   [ -x "$python" ] || python=python3

@@ -26,6 +26,8 @@ _MODULES = {
     "idlm": "tiny_model.idlm",
 }
 FAMILY_NAMES = tuple(_MODULES)
+# Families whose checkpoints can be described, but not trained.
+_FORMATS = {"diffusion-gemma": "tiny_model.diffusion_gemma"}
 
 
 @dataclass(frozen=True)
@@ -120,21 +122,34 @@ class Decode(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model family: its tokens, files and network."""
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """The files of a model family's checkpoints, without weights."""
 
     name: str
     special_tokens: SpecialTokens
     chat_template: str  # Jinja template
-    template_texts: tuple[str, ...]  # texts whose words must be single tokens, too
     config: Callable[[TokenIds], dict[str, Any]]  # returns the contents of config.json
+    lists_eot: bool = False  # generation_config.json also lists the end of a turn as a stop token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(CheckpointFormat):
+    """A model family: its tokens, files and network."""
+
+    template_texts: tuple[str, ...]  # texts whose words must be single tokens, too
     # Maps the contents of config.json to a module that is a Network
     network: Callable[[dict[str, Any]], nn.Module]
     decode: Decode  # the loop that the family's authors publish as their default
-    lists_eot: bool = False  # generation_config.json also lists the end of a turn as a stop token
 
 
 def load_family(name: str) -> Family:
     """Return the family called `name` (one of FAMILY_NAMES); imports torch."""
     return cast("Family", import_module(_MODULES[name]).FAMILY)
+
+
+def load_format(name: str) -> CheckpointFormat:
+    """Return the format called `name`: a family, or one that cannot be trained."""
+    if name in _MODULES:
+        return load_family(name)
+    return cast("CheckpointFormat", import_module(_FORMATS[name]).FORMAT)

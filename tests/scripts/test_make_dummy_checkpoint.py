@@ -10,6 +10,8 @@ import make_dummy_checkpoint
 import pytest
 from make_dummy_checkpoint import PRESETS, DummyCheckpointError, configuration
 
+from tests.gemma import VISION
+
 SHRINK = {"llada": 32, "dream": 28, "llada-moe": 16, "sdar-moe": 32}  # divisors to one head
 # Billions of parameters as published. SDAR-4B has its own head, unlike its parent, which ties it.
 BILLIONS = {
@@ -32,10 +34,10 @@ BILLIONS = {
     ("nemotron", "14b"): 13.5,
 }
 # The released config.json of these families does not name the mask token.
-WITHOUT_MASK = ("llada2", "llada22", "fast-dllm")
+WITHOUT_MASK = ("llada2", "llada22", "fast-dllm", "diffusion-gemma")
 
 
-@pytest.mark.parametrize(("family", "size"), PRESETS)
+@pytest.mark.parametrize(("family", "size"), [key for key in PRESETS if key in BILLIONS])
 def test_parameters_are_as_many_as_published(family: str, size: str) -> None:
     """All layers from the second one on have the same size."""
     config = configuration(family, size)
@@ -43,6 +45,26 @@ def test_parameters_are_as_many_as_published(family: str, size: str) -> None:
     two, three = (_num_parameters(family, size, layers) for layers in (2, 3))
     count = two + (num_layers - 2) * (three - two)
     assert count / 1e9 == pytest.approx(BILLIONS[family, size], rel=0.01)
+
+
+def test_parameters_of_diffusion_gemma() -> None:
+    """Its layers differ in size, so transformers counts the parameters of its text part."""
+    import torch
+    from transformers.models.diffusion_gemma import (
+        DiffusionGemmaConfig,
+        DiffusionGemmaForBlockDiffusion,
+    )
+
+    text = configuration("diffusion-gemma")
+    for key in ("architectures", "model_type", "canvas_length", "torch_dtype"):
+        del text[key]
+    with torch.device("meta"):
+        network = DiffusionGemmaForBlockDiffusion(
+            DiffusionGemmaConfig(text_config=text, vision_config=dict(VISION))
+        )
+    parameters = dict(network.named_parameters())
+    count = sum(p.numel() for name, p in parameters.items() if "vision" not in name)
+    assert count / 1e9 == pytest.approx(25.25, rel=0.01)
 
 
 def _num_parameters(family: str, size: str, num_layers: int) -> int:
@@ -57,7 +79,7 @@ def test_configuration_is_accepted_at_full_size(family: str, size: str) -> None:
     from vllm.diffusion.models.config import DiffusionConfig
 
     config = DiffusionConfig.from_dict(configuration(family, size))
-    assert config.head_dim == 128
+    assert config.head_dim == (256 if family == "diffusion-gemma" else 128)
     ids = PRESETS[family, size].token_ids.values()
     assert getattr(config, "mask_token_id", None) in ([None] if family in WITHOUT_MASK else ids)
 
