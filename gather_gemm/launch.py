@@ -163,7 +163,7 @@ class ExpandConfig:
 
 MAX_PIECES = 3  # pieces of the columns of an expansion
 # Maximum number of rows of a step, and the rows of a tile for it.
-_LOW_RANK_TILES = ((256, 16), (1024, 32), (None, 64))
+_LOW_RANK_TILES = ((128, 16), (1024, 32), (None, 64))
 _SHRINK_RANKS = 64  # maximum ranks of a tile
 _MAX_SPLITS = 8
 _SHRINK_PROGRAMS = 128  # programs of all tiles and splits, unless tiles alone are more

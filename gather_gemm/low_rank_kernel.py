@@ -3,7 +3,9 @@
 """Triton kernels of low-rank products: each tile of rows times the matrices of its slot.
 
 A program reads its tile, and the rank of the tile's slot, from device memory. So launches depend on
-shapes alone, and a captured graph serves any slots, ranks and contents.
+shapes alone, and a captured graph serves any slots, ranks and contents. No kernel of a step writes
+them, so a program reads them before it waits for the previous kernel. Every program waits, also one
+that has no work: so a kernel ends only after all kernels before it.
 """
 
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import MAX_PIECES, choose_expand, choose_gated_expand, choose_shrink
-from .overlap import allow_next, overlaps, wait
+from .overlap import begin, overlaps
 
 
 @triton.jit
@@ -70,7 +72,6 @@ def shrink_kernel(
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    allow_next(OVERLAPS)
     slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
     rank = 0
     for part in tl.static_range(PARTS):
@@ -78,7 +79,7 @@ def shrink_kernel(
     # The parts' ranks are numbered one part after the other, without the room that they leave.
     first = tl.program_id(1) * RANKS
     if first >= PARTS * rank:
-        wait(OVERLAPS)
+        begin(OVERLAPS)
         return
     numbers = first + tl.arange(0, RANKS)
     parts = numbers // rank
@@ -96,7 +97,7 @@ def shrink_kernel(
     x_rows = x + rows[:, None] * x_stride
     down_rows = down + slot * slot_stride + (parts * part_stride + own * rank_stride)[None, :]
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-    wait(OVERLAPS)
+    begin(OVERLAPS)
     for done in range(0, split_depth, DEPTH):
         ids = start + done + depth_ids
         left = tl.load(
@@ -221,7 +222,6 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    allow_next(OVERLAPS)
     slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
     block = tl.program_id(1)
     begin1 = tl.cdiv(count0, COLUMNS)
@@ -231,7 +231,7 @@ def expand_kernel(
     part = tl.where(is_2, part2, tl.where(is_1, part1, part0))
     rank = _read_rank(ranks, slot, part, ranks_stride)
     if rank == 0:
-        wait(OVERLAPS)
+        begin(OVERLAPS)
         return
     source = tl.where(is_2, source2, tl.where(is_1, source1, source0))
     target = tl.where(is_2, target2, tl.where(is_1, target1, target0))
@@ -243,7 +243,7 @@ def expand_kernel(
     first_up = _load_up(up_columns, 0, rank, is_column, up_stride, RANKS)
     places = out + rows[:, None] * out_stride + (target + columns)[None, :]
     is_written = is_row[:, None] & is_column[None, :]
-    wait(OVERLAPS)
+    begin(OVERLAPS)
     base = tl.load(places, mask=is_written, other=0.0)
     total = _add_delta(
         tl.zeros((ROWS, COLUMNS), dtype=tl.float32),
@@ -290,7 +290,6 @@ def gated_expand_kernel(
     SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    allow_next(OVERLAPS)
     slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
@@ -307,7 +306,7 @@ def gated_expand_kernel(
         first_half = _load_up(up_half, 0, up_rank, is_column, up_stride, RANKS)
     is_written = is_row[:, None] & is_column[None, :]
     places = gate_up + rows[:, None] * gate_up_stride + columns[None, :]
-    wait(OVERLAPS)
+    begin(OVERLAPS)
     gate_base = tl.load(places, mask=is_written, other=0.0)
     up_base = tl.load(places + width, mask=is_written, other=0.0)
     gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

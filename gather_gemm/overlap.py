@@ -38,23 +38,6 @@ def begin_open(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def allow_next(OVERLAPS: tl.constexpr):
-    """Allow the next kernel to start; first call of a kernel, which calls `wait` later."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait(OVERLAPS: tl.constexpr):
-    """Wait for the previous kernels. Every program must call this, also one that has no work.
-
-    Before it, a program may read data that no kernel of the step writes.
-    """
-    if OVERLAPS:
-        gdc_wait()
-
-
-@triton.jit
 def prefetch(pointers):
     """Prefetch the cache lines that hold these addresses into L2; nothing waits for them."""
     tl.inline_asm_elementwise(

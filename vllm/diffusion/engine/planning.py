@@ -210,8 +210,8 @@ def _adapted(
         num_parts[use] = max(num_parts[use], count)
 
     def low(*uses: str) -> Listed:
-        most = max(num_parts[use] for use in uses)
-        return (stages.low_rank(most * lora.max_lora_rank),) if most else ()
+        count = max(num_parts[use] for use in uses)
+        return (stages.low_rank(count * lora.max_lora_rank),) if count else ()
 
     products = list[LinearBuffers]()
     for kind, plain in zip(kinds, shape.products, strict=True):
