@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = SpecialTokens(
     bos="<bos>",
     eos="<eos>",
-    mask="<mask>",  # of the vocabulary; canvases do not contain it
+    mask="<mask>",  # a token of the vocabulary that canvases do not contain
     others=("<pad>", "<|turn>"),
     eot="<turn|>",
     names_mask=False,

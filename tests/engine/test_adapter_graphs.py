@@ -199,7 +199,7 @@ def check_replay(
 ) -> None:
     """Compare a graph with eager layers; requests have the first adapter, the second, and none.
 
-    Gate and up are stored beside adapters, which changes the last bits before fp8 rounds them.
+    With adapters, gate and up are stored, which changes the last bits before fp8 rounds them.
     """
     from vllm.diffusion.engine.worker.adapting import source_of
 
