@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     ExpertScheme: TypeAlias = Fp8Scheme | PackedScheme
 
-# The inverse of the largest share of zeros that are added to the depth of fp8 matrices.
-_MOST_PADDING = 8
+# Minimum ratio of the depth of fp8 matrices to the zeros that are added to it.
+_MIN_DEPTH_RATIO = 8
 # Tensors of packed matrices in addition to the numbers.
 _PARTS = ("weight_scale", "weight_zero", "table")
 
@@ -123,7 +123,7 @@ class Fp8Matrices(ExpertMatrices):
         assert isinstance(self.scheme, Fp8Scheme)
         num_experts, num_rows, columns = self.size
         missing = -columns % ops.FP8_DEPTH
-        if self.sharded_dim == 1 and 0 < missing <= columns // _MOST_PADDING:
+        if self.sharded_dim == 1 and 0 < missing <= columns // _MIN_DEPTH_RATIO:
             self.size = num_experts, num_rows, columns + missing
         scales = torch.ones(self.size[:2], dtype=torch.float32)
         self._add_quantised(torch.zeros(self.size, dtype=torch.float8_e4m3fn))
