@@ -317,7 +317,6 @@ REFUSED: dict[str, Any] = {
     "cache": "dual",
     "algorithm": "low_confidence_dynamic",
     "complete_blocks": True,
-    "score": {"positions": [1], "token_ids": [[1]]},
     "block_length": CANVAS + 1,
     "canvas_token_ids": [1] * (CANVAS - 1),
     "t_max": 0.3,
@@ -493,3 +492,24 @@ def test_a_format_that_fills_its_canvases(engine: Engine, network: Any) -> None:
     first = reference(network, one).logits[0][:, letters].argmax(-1)
     assert answer.token_ids[:CANVAS] == [letters[best] for best in first]
     assert len(answer.token_ids) == 2 * CANVAS
+
+
+def test_likelihoods_are_those_of_the_causal_context(engine: Engine, network: Any) -> None:
+    """They equal the encoder's logits, alone and in the steps of a request that denoises."""
+    prompt = random_prompt(30, 21)
+    positions, token_ids = [1, 5, 29], [[7], [8, 9], [prompt[29]]]
+    scored = Request(prompt, {"score": {"positions": positions, "token_ids": token_ids}})
+    with torch.no_grad():
+        hidden = network.model.encoder(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+        cap = network.config.text_config.final_logit_softcapping
+        logits = torch.tanh(network.lm_head(hidden) / cap) * cap
+    wanted = torch.log_softmax(logits, dim=-1)
+    other = request(random_prompt(20, 22), seed=23, steps_per_block=4)
+    (alone,) = engine.ask(scored)
+    together = engine.ask(other, scored)[1]
+    for answer in (alone, together):
+        for place, tokens, given in zip(
+            positions, token_ids, answer.report["scores"]["logprobs"], strict=True
+        ):
+            exact = wanted[place - 1, tokens]
+            torch.testing.assert_close(torch.tensor(given), exact, atol=1e-4, rtol=1e-4)

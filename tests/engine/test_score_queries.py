@@ -48,7 +48,7 @@ def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path],
         assert validator is not None
         length = validator.block_length
         assert (length is None) == (name == "dream")
-        chain = queries_of(PROMPT, MASK_ID, 2, length)
+        chain = queries_of(PROMPT, validator, 2)
         lone = masked_behind(PROMPT, validator)
         answers = engine.ask(*map(as_ask, chain), Request(lone, {"score": reply_score()}))
         if length is not None:
@@ -65,6 +65,25 @@ def test_a_token_is_read_in_its_exact_context(checkpoint: Callable[[str], Path],
     tokens = [*PROMPT, *[MASK_ID] * (end - len(PROMPT))]
     wanted = row(model, tokens, len(PROMPT), length)[[3, 9]].tolist()
     assert answers[-1].report["scores"]["logprobs"][0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_one_query_reads_a_prompt_causally(checkpoint: Callable[[str], Path]) -> None:
+    """In a family with a causal context, a token depends only on the tokens before it."""
+    folder = checkpoint("nemotron")
+    logits = load_reference(folder).causal_logits(torch.tensor([PROMPT]), len(PROMPT))[0]
+    wanted = torch.log_softmax(logits.double(), dim=-1)
+    with running(folder) as engine:
+        validator = validator_of(engine.llm.llm_engine.input_processor)
+        assert validator is not None
+        assert queries_of(PROMPT[:1], validator, 2) == []
+        (query,) = queries_of(PROMPT, validator, 2)
+        (answer,) = engine.ask(as_ask(query))
+    report = answer.report["scores"]
+    for row, token, own, top in zip(
+        wanted, PROMPT[1:], report["logprobs"], report["top_tokens"], strict=False
+    ):
+        assert own == [pytest.approx(row[token].item(), rel=1e-4)]
+        assert top == row.topk(2).indices.tolist()
 
 
 def reply_score() -> dict[str, Any]:

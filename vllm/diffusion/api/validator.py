@@ -36,6 +36,7 @@ from vllm.diffusion.request.decision import (
     requested_format,
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
+from vllm.diffusion.request.served_model import NO_MASK
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.sampling_params import SamplingParams
@@ -121,7 +122,14 @@ class Validator:
 
     @property
     def mask_id(self) -> int:
-        """The model's mask token."""
+        """The model's mask token.
+
+        Raises:
+            InvalidParameterError: the model has none.
+        """
+        if self._model.ids.mask == NO_MASK:
+            family = self._model.family.name
+            raise InvalidParameterError("model", family, "wanted a family with a mask token")
         return self._model.ids.mask
 
     @property
@@ -135,6 +143,11 @@ class Validator:
         ids = self._model.ids
         end = ids.eos if ids.eot is None else ids.eot
         return () if end is None else (end,)
+
+    @property
+    def reads_causally(self) -> bool:
+        """Whether the distribution of a token of the prompt depends only on those before it."""
+        return self._model.family.has_causal_context
 
     @property
     def block_length(self) -> int | None:

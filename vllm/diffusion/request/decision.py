@@ -224,7 +224,6 @@ def decide(
     _check(request)
     if model.family.is_open:
         _check_open(request)
-        _check_no_score(score, model)
     _check_prompt(prompt_token_ids, model, request.values["allow_infill"])
     if score is None:
         _check_infill(request)
@@ -526,7 +525,6 @@ def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreR
     Raises:
         InvalidParameterError: naming the prompt, or the key of `score`.
     """
-    _check_no_score(score, model)
     _check_prompt(prompt, model, allow_infill=True)
     return _score_request(score, model, prompt)
 
@@ -554,12 +552,6 @@ def _check_infill(request: Request) -> None:
     if request.given.get("allow_infill") and family.has_causal_context:
         wanted = f"wanted false: a model of family {family.name} reads a prompt causally"
         raise InvalidParameterError("allow_infill", True, wanted)
-
-
-def _check_no_score(score: Any, model: ServedModel) -> None:
-    if score is not None and model.family.is_open:
-        wanted = f"wanted none: a model of family {model.family.name} computes no likelihoods"
-        raise InvalidParameterError(SCORE, score, wanted)
 
 
 def _check_open(request: Request) -> None:

@@ -233,6 +233,7 @@ NEMOTRON = Family(
 
 DIFFUSION_GEMMA = Family(
     name="diffusion-gemma",
+    served_as="diffusion-gemma",
     architectures=("DiffusionGemmaForBlockDiffusion",),
     model_types=("diffusion_gemma",),
     config_class="vllm.diffusion.models.diffusion_gemma:DiffusionGemmaConfig",

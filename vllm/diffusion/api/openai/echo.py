@@ -74,8 +74,7 @@ class EchoClient:
         if len(prompt) > MAX_PROMPT_TOKENS:
             wanted = f"wanted at most {MAX_PROMPT_TOKENS} tokens beside echo and logprobs"
             raise RequestRefused(InvalidParameterError("prompt", len(prompt), wanted))
-        block_length, mask_id = self._validator.block_length, self._validator.mask_id
-        queries = queries_of(prompt, mask_id, sampling.prompt_logprobs or 0, block_length)
+        queries = queries_of(prompt, self._validator, sampling.prompt_logprobs or 0)
         self._score_client.check(queries, self._terms)
         params = copy(sampling)
         params.prompt_logprobs = None
@@ -121,10 +120,16 @@ class EchoClient:
         return output
 
 
-def queries_of(
-    prompt: Sequence[int], mask_id: int, num_top: int, block_length: int | None
-) -> list[ScoreQuery]:
-    """Return a query for each token except the first, which has no token before it."""
+def queries_of(prompt: Sequence[int], validator: Validator, num_top: int) -> list[ScoreQuery]:
+    """Return the queries for all tokens except the first, which has no token before it.
+
+    Where a token depends only on the tokens before it, a single query has all tokens. Otherwise
+    each token has its own query, in which it and the tokens behind it are masked.
+    """
+    if validator.reads_causally:
+        positions, tokens = [*range(1, len(prompt))], [[token] for token in prompt[1:]]
+        return [ScoreQuery(list(prompt), positions, tokens, num_top)] if tokens else []
+    block_length, mask_id = validator.block_length, validator.mask_id
     queries = []
     for position in range(1, len(prompt)):
         end = len(prompt)
@@ -141,10 +146,16 @@ def prompt_logprobs(
     """Convert results to upstream's type: per token its own log probability, then the top ones."""
     rows: PromptLogprobs = [None]
     written = texts.in_turn(prompt)[1:]
-    for token, text, result in zip(prompt[1:], written, results, strict=True):
-        scores = result.scores
-        ids = [token, *scores.top_tokens[0]]
-        values = [scores.logprobs[0][0], *scores.top_logprobs[0]]
+    scored = [
+        (own, top, values)
+        for scores in (result.scores for result in results)
+        for own, top, values in zip(
+            scores.logprobs, scores.top_tokens, scores.top_logprobs, strict=True
+        )
+    ]
+    for token, text, (own, top, values) in zip(prompt[1:], written, scored, strict=True):
+        ids = [token, *top]
+        values = [own[0], *values]
         row: dict[int, Logprob] = {}
         for rank, (token_id, value, alone) in enumerate(
             zip(ids, values, texts.of(ids), strict=True)

@@ -58,12 +58,14 @@ class BodyOutputs(NamedTuple):
         positions: [T] int64.
         rotary: rotary tables of all rows; None if they are not kept.
         keys_values: [T, KV, hd] each, of the last layer; None if the last layer ran on all rows.
+        marks: tensors with an entry per row, for the feed-forward stage.
     """
 
     x: Tensor
     positions: Tensor
     rotary: Rotary | None
     keys_values: tuple[Tensor, Tensor] | None
+    marks: tuple[Tensor, ...] = ()
 
 
 class ForwardPass:
@@ -209,7 +211,7 @@ def run_body(
     product = _projections(model, 0, num_rows, residents)
     yield from keys_values(last, product)
     _, k, v = model.layers[last].attention.split(product)
-    return BodyOutputs(whole, inputs.positions, rotary, (k, v))
+    return BodyOutputs(whole, inputs.positions, rotary, (k, v), marks)
 
 
 def run_last_layer(
@@ -241,7 +243,8 @@ def run_last_layer(
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(layouts, *body.keys_values, index, caches)
             layer.attention.attend(x, rotary, sources, None, scratch, num_adapter_rows=num_adapted)
-            layer.mlp_stage.feed_forward(x, scratch)
+            marks = [mark.index_select(0, rows) for mark in body.marks]
+            layer.mlp_stage.feed_forward(x, scratch, *marks)
             yield x
 
 
