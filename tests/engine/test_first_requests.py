@@ -114,4 +114,5 @@ def find(buckets: Any, rows: int, number: int, *, is_cached: bool) -> Bucket | N
     """Return the bucket of a step with this number of rows of this number of sequences."""
     packing = SimpleNamespace(ends=torch.zeros(number).numpy())
     num_whole = 0 if is_cached else rows
-    return buckets.find(SimpleNamespace(packing=packing, num_rows=rows, num_whole=num_whole))
+    sizes = {"num_rows": rows, "num_whole": num_whole, "slots": None}
+    return buckets.find(SimpleNamespace(packing=packing, **sizes))
