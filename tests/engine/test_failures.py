@@ -112,7 +112,7 @@ def test_one_with_which_no_step_can_be_launched_ends_alone(
 ) -> None:
     prompt, wanted = clear_case(model, 20, **BLOCKS)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **_options: Any) -> Any:
         raise RuntimeError("the edits broke")
 
     monkeypatch.setattr(LogitEditor, "of", fail)

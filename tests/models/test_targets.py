@@ -23,7 +23,7 @@ def compiled(capability: int, *, has_blocks: bool) -> Any:
 
     fixed: dict[str, Any] = {"HEADS": 32, "GROUP": 1, "HEAD_DIM": 128, "PAGE": 64}
     fixed |= {"ROWS": CONFIG.rows, "KEYS": CONFIG.keys, "MIN_KEYS": 256, "IS_SPLIT": True}
-    fixed |= {"HAS_BLOCKS": has_blocks, "OVERLAPS": capability >= 90}
+    fixed |= {"WINDOW": 0, "HAS_BLOCKS": has_blocks, "OVERLAPS": capability >= 90}
     if not has_blocks:
         fixed |= {"block_lengths": None, "firsts": None}
     signature, constants, aligned = {}, {}, {}

@@ -66,6 +66,7 @@ _WIDE = {
     256: SplitConfig(128, 32, programs=1, num_warps=8, num_stages=3),
     512: SplitConfig(64, 32, programs=1, num_warps=8, num_stages=2),
 }
+_WIDE_CAPABILITIES = (9, 10)  # major versions of GPUs whose shared memory holds these tiles
 
 
 def choose_splits(num_programs: int, max_keys: int, config: SplitConfig, device_size: int) -> int:
@@ -92,6 +93,8 @@ def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     else:
         is_taken = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
         is_taken = is_taken and capability(device) >= (8, 0)
+        if head_dim in _WIDE:
+            is_taken = is_taken and capability(device)[0] in _WIDE_CAPABILITIES
     return is_taken and head_dim in HEAD_DIMS and _kernels() is not None
 
 
