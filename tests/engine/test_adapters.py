@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -520,10 +521,11 @@ def test_slots_without_room_are_refused(
 ) -> None:
     """A slot of rank 512 takes 6.6 MiB here, and the pool keeps its configured bytes."""
     room = 20 << 20
-    monkeypatch.setattr(pool_budget, "free_bytes_of", lambda *_: POOL_BYTES + room)
+    machine = SimpleNamespace(total=POOL_BYTES + room, available=POOL_BYTES + room)
+    monkeypatch.setattr(pool_budget.psutil, "virtual_memory", lambda: machine)
     wanted = "max_loras: given 4 of rank 512, [0-9.]+ MiB; wanted at most 3"
     wrong = pytest.raises(ServerConfigError, match=wanted)
-    options = {"enable_lora": True, "max_lora_rank": 512}
+    options = {"enable_lora": True, "max_lora_rank": 512, "gpu_memory_utilization": 1.0}
     with wrong, running(checkpoint("gqa"), max_loras=4, **options):
         pass
     with running(checkpoint("gqa"), max_loras=3, **options) as engine:

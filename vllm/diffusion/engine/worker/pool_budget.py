@@ -55,8 +55,12 @@ def check_slots(
     Raises:
         ServerConfigError: naming the number of slots that have room.
     """
+    if device.type == "cuda":
+        usable_bytes = free_bytes_of(device, utilization)
+    else:  # a host has room for slots even while other processes use most of its memory
+        usable_bytes = int(psutil.virtual_memory().total * utilization)
     pool_bytes = envs.activation_pool_size_bytes() or MIN_POOL_BYTES
-    room = max(free_bytes_of(device, utilization) - pool_bytes, 0)
+    room = max(usable_bytes - pool_bytes, 0)
     if num_slots * slot_bytes > room:
         raise ServerConfigError(
             f"max_loras: given {num_slots} of rank {max_rank}, {readable(num_slots * slot_bytes)}; "
