@@ -304,7 +304,9 @@ def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) 
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("ArrowRight")
     actual = text_of(page, "readout")
-    assert re.fullmatch(r'position 1, block 1: "The" \w[\w ]*, confidence 0\.\d+|.* 1\.000', actual)
+    # A slow page may join the step before the last with one in which the position is masked.
+    shown = r'position 1, block 1: ("The" \w[\w ]*, confidence (0\.\d+|1\.000)|masked)'
+    assert re.fullmatch(shown, actual)
 
 
 def test_two_settings_on_one_question_and_the_link_to_it(
