@@ -132,7 +132,7 @@ class Router(NamedTuple):
     eps: float
 
     def route(self, x: Tensor) -> ops.Routing:
-        """Choose the experts of rows x [R, D]; of equally probable ones, those of lowest index."""
+        """Choose the experts of rows x [R, D]; ties go to the lowest expert."""
         scoring = ops.Scoring(is_normalised=True, in_fp32=True, logit_scale=x.shape[1] ** -0.5)
         rows = ops.rms_norm(x, self.scale, self.eps)
         return ops.route_rows(
