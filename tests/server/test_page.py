@@ -288,6 +288,13 @@ def press(page: Browser, label: str) -> None:
     page.run(f"document.querySelector('[aria-label=\"{label}\"]').click()")
 
 
+def first_position(page: Browser) -> str:
+    """Return what the page says of the first position in the step that it shows."""
+    page.run("document.querySelector('.scroller canvas').focus()")
+    page.key("Home")
+    return text_of(page, "readout")
+
+
 def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) -> None:
     ask(page, QUESTION)
     assert answers(page) == [ANSWER]
@@ -301,12 +308,12 @@ def test_a_question_is_answered_and_every_step_can_be_seen_again(page: Browser) 
             committed = text_of(page, "committed")
     assert committed != "32/32"
     assert committed.endswith("/32")
-    page.run("document.querySelector('.scroller canvas').focus()")
-    page.key("ArrowRight")
-    actual = text_of(page, "readout")
-    # A slow page may join the step before the last with one in which the position is masked.
-    shown = r'position 1, block 1: ("The" \w[\w ]*, confidence (0\.\d+|1\.000)|masked)'
-    assert re.fullmatch(shown, actual)
+    actual = first_position(page)
+    if actual.endswith("masked"):  # a slow page has joined the steps that commit the position
+        page.run(f"{part('slider')}.focus()")
+        page.key("ArrowRight")
+        actual = first_position(page)
+    assert re.fullmatch(r'position 1, block 1: "The" \w[\w ]*, confidence 0\.\d+|.* 1\.000', actual)
 
 
 def test_two_settings_on_one_question_and_the_link_to_it(
