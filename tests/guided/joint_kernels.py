@@ -89,7 +89,7 @@ def check(
 ) -> None:
     """Check that kernels choose strings as good as the host's; equally good ones may differ."""
     actual, worth = chosen(joints(seed, temperature, num_requests), device, seed, dtype)
-    with mock.patch("vllm.diffusion.guided.joint._IS_INTERPRETED", False):
+    with mock.patch("vllm.diffusion.guided.joint.IS_INTERPRETED", False):
         on_host = chosen(joints(seed, temperature, num_requests), "cpu", seed, dtype)
     wanted, wanted_worth = on_host
     if dtype == torch.bfloat16 and temperature == 0:

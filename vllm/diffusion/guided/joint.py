@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.logprobs import Logprobs
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
 from vllm.diffusion.core.samples import Samples
+from vllm.diffusion.core.triton_kernels import IS_INTERPRETED
 from vllm.diffusion.guided.language import Language
 from vllm.diffusion.guided.open_window import (
     OPEN,
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 _ROWS = 2  # rows of each choice that compiles kernels
 # Kernels are specialised by the number of a state's edges, rounded up to a power of two.
 _EDGES = (16, 32, 64)
-# Triton's interpreter runs the GPU's code in tests.
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @dataclass(eq=False)
@@ -150,7 +148,7 @@ def read_all(logits: torch.Tensor, readers: Sequence[tuple[Joint, slice, torch.T
         readers: choices with their rows and canvas positions, in order; other rows may be between.
     """
     lead, rows, _ = readers[0]
-    if logits.is_cuda or _IS_INTERPRETED:
+    if logits.is_cuda or IS_INTERPRETED:
         lead.device_step(logits).read(logits, lead.first_column - rows.start)
         for joint, joint_rows, _ in readers:
             joint.num_seen += joint_rows.stop - joint_rows.start

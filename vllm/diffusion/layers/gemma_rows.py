@@ -6,17 +6,14 @@ Every operation is rounded to the model dtype, as separate operations of PyTorch
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import gelu
 
+from vllm.diffusion.core.triton_kernels import IS_INTERPRETED, load_kernels, on_device_of
+
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from types import ModuleType
 
     from torch import Tensor
@@ -37,7 +34,7 @@ def add_normed(x: Tensor, result: Tensor, norm: RMSNorm) -> None:
     if kernels is None or not x.numel():
         x.add_(norm(result))
         return
-    with _guard(x):
+    with on_device_of(x):
         nothing = (None, None, None)
         kernels.launch_add_normed(
             x, result, None, None, (None, None, norm.weight), nothing, norm.eps
@@ -67,7 +64,7 @@ def add_branches(
     kernels = _kernels_for(x)
     if kernels is not None and x.numel():
         weights = tuple(norm.weight for norm in norms)
-        with _guard(x):
+        with on_device_of(x):
             marks = (is_block, *scalars)
             kernels.launch_add_normed(x, dense, terms, shares, weights, marks, norms[2].eps)
         return
@@ -87,7 +84,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gelu(gate, approximate="tanh") * up
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    with _guard(gate_up):
+    with on_device_of(gate_up):
         kernels.launch_gelu_mul(gate_up, out)
     return out
 
@@ -97,25 +94,12 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     kernels = _kernels_for(logits)
     if kernels is None or not logits.numel():
         return logits.div_(cap).tanh_().mul_(cap)
-    with _guard(logits):
+    with on_device_of(logits):
         kernels.launch_cap(logits, cap)
     return logits
 
 
-def _guard(rows: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current, because a kernel is launched on the current device."""
-    return torch.cuda.device(rows.device) if rows.is_cuda else nullcontext()
-
-
 def _kernels_for(rows: Tensor) -> ModuleType | None:
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and rows.dtype != torch.bfloat16
-    return _kernels() if rows.is_cuda or is_interpreted else None
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    """Import the Triton kernels; return None without Triton."""
-    try:
-        return importlib.import_module("vllm.diffusion.layers.gemma_kernels")
-    except (ImportError, RuntimeError):
-        return None
+    is_interpreted = IS_INTERPRETED and rows.dtype != torch.bfloat16
+    is_taken = rows.is_cuda or is_interpreted
+    return load_kernels("vllm.diffusion.layers.gemma_kernels") if is_taken else None

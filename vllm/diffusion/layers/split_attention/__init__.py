@@ -10,11 +10,7 @@ Letters as in `attention_backends`: R query rows, N key rows, S sequences, H and
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +18,7 @@ import torch
 
 from vllm.diffusion.core.devices import capability, num_multiprocessors, overlaps
 from vllm.diffusion.core.pages import HEAD_DIMS
+from vllm.diffusion.core.triton_kernels import IS_INTERPRETED, load_kernels, on_device_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -29,9 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.spans import AttentionLayout
-
-# Triton reads this variable when a kernel is decorated, that is, when its module is imported.
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 MAX_SPLITS = 64  # the second kernel holds one row of each part at once
 # Minimum steps of a program over its keys; shorter programs would mostly start and merge.
@@ -87,7 +81,7 @@ def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
 
     Under Triton's interpreter it accepts fp16 and fp32 on the CPU, for tests.
     """
-    if _IS_INTERPRETED:
+    if IS_INTERPRETED:
         # The interpreter's products treat the bit patterns of bf16 as integers.
         is_taken = dtype in (torch.float16, torch.float32)
     else:
@@ -160,7 +154,7 @@ def _launch(
     group = num_heads // num_kv_heads
     kernels = _kernels()
     assert kernels is not None
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with on_device_of(q):
         kernels.launch(
             heads,
             (*layout[:3], layout.block_lengths, layout.firsts),
@@ -212,10 +206,5 @@ def _max_tiles(
     return min(of_all, num_sequences * -(-max_queries * group // tile_rows))
 
 
-@functools.cache
 def _kernels() -> ModuleType | None:
-    """Import the Triton kernels; return None without Triton."""
-    try:
-        return importlib.import_module(f"{__name__}.split_kernel")
-    except (ImportError, RuntimeError):
-        return None
+    return load_kernels(f"{__name__}.split_kernel")
