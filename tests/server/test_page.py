@@ -289,7 +289,7 @@ def press(page: Browser, label: str) -> None:
 
 
 def first_position(page: Browser) -> str:
-    """Return what the page says of the first position in the step that it shows."""
+    """Return the readout of the first position in the step that the page shows."""
     page.run("document.querySelector('.scroller canvas').focus()")
     page.key("Home")
     return text_of(page, "readout")
