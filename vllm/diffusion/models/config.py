@@ -21,6 +21,7 @@ from vllm.diffusion.request.families import ARCHITECTURES, FAMILIES, family_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.diffusion.core.pages import WindowLayers
     from vllm.diffusion.core.positions import QueryGrowth, Yarn
     from vllm.diffusion.request.families import Family
 
@@ -181,6 +182,10 @@ class DiffusionConfig(PreTrainedConfig):
     def cache_heads(self) -> tuple[int, int]:
         """Number and width of key/value heads with room for the keys of any layer."""
         return self.num_key_value_heads, self.head_dim
+
+    def window_layers(self, num_ranks: int) -> WindowLayers | None:
+        """Return the layers with a sliding window and the sizes on a rank; None without any."""
+        return None
 
     @property
     def architecture(self) -> Architecture:

@@ -81,6 +81,7 @@ class Bucket(NamedTuple):
         *,
         has_blocks: bool,
         marks_blocks: bool = False,
+        has_windows: bool = False,
     ) -> StepInputs[Array]:
         """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
 
@@ -89,6 +90,7 @@ class Bucket(NamedTuple):
             max_keys: maximum number of keys of a sequence.
             has_blocks: whether sequences may be on grids of blocks.
             marks_blocks: whether the layers must know which rows belong to blocks.
+            has_windows: whether layers with a window have pages of their own.
         """
 
         def numbers(size: int, dtype: type = np.int32) -> Array:
@@ -111,7 +113,10 @@ class Bucket(NamedTuple):
         is_block = numbers(self.rows, np.bool_) if marks_blocks else None
         tiles = np.zeros((self.tiles, 3), np.int32) if self.tiles else None
         return StepInputs(
-            ids, positions, slot_mapping, ((layout,),), is_block=is_block, tiles=tiles
+            *(ids, positions, slot_mapping, ((layout,),)),
+            is_block=is_block,
+            tiles=tiles,
+            window_slots=slot_mapping.copy() if has_windows else None,
         )
 
 
@@ -135,6 +140,8 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
     _fill(inputs.token_ids, batch.token_ids, 0)
     _fill(inputs.positions, batch.positions, 0)
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
+    if inputs.window_slots is not None and packing.window_slots is not None:
+        _fill(inputs.window_slots, packing.window_slots, -1)
     if inputs.is_block is not None and packing.is_block is not None:
         _fill(inputs.is_block, packing.is_block, 0)
     ((layout,),) = inputs.layouts
@@ -276,9 +283,13 @@ class GraphRunner:
         table = self._caches.table
         if table is self._copied:
             return
+        tensors = [rows for rows in (table.rows, table.window_rows) if rows is not None]
         if len(self._table.rows) != self._caches.most_entries:
-            self._table = PageTable(table.rows.new_empty(self._caches.most_entries), table.size)
-        self._table.rows[: len(table.rows)].copy_(table.rows)
+            larger = [rows.new_empty(self._caches.most_entries) for rows in tensors]
+            self._table = PageTable(larger[0], table.size, *larger[1:])
+        for kept, rows in zip((self._table.rows, self._table.window_rows), tensors, strict=False):
+            assert kept is not None
+            kept[: len(rows)].copy_(rows)
         self._copied = table
 
     def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
@@ -296,7 +307,10 @@ class GraphRunner:
         pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
         marks_blocks = batch.packing.is_block is not None
         inputs = bucket.inputs(
-            pages, max_keys, has_blocks=self._has_blocks, marks_blocks=marks_blocks
+            *(pages, max_keys),
+            has_blocks=self._has_blocks,
+            marks_blocks=marks_blocks,
+            has_windows=batch.packing.window_slots is not None,
         )
         graph_inputs = ops.GraphInputs(inputs, self._caches.device)
         fill(graph_inputs.to_write(), batch)
