@@ -189,7 +189,7 @@ class Paging(AdmissionGate):
                 self.preempt(last)
         ready = [item for item in paged if item.has_pages]
         self._is_short = len(ready) < len(paged)
-        # Window pages are large, and only those of one block are needed before the next message.
+        # Window pages are large, and a worker needs one more block of them before the next message.
         num_blocks = BLOCKS_AHEAD if self.windows is None else 1
         for item in ready:
             ahead = item.pages_end + num_blocks * item.params.block_length

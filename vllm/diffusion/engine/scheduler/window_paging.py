@@ -169,12 +169,12 @@ class WindowPages:
 
 
 def pages_within(vllm_config: VllmConfig, positions: int, cost: float) -> int:
-    """Return the number of pages whose positions, and those of their window pages, fit.
+    """Return the number of pages that fit together with their window pages.
 
     Args:
         vllm_config: configuration of the engine.
         positions: number of positions of pages alone that fit.
-        cost: bytes of a position in window pages, in units of those in other pages.
+        cost: bytes of a position in window pages, in units of a position in other pages.
     """
     count = positions // PAGE_SIZE
     while count > 1 and count + cost * num_window_pages(vllm_config, count) > positions / PAGE_SIZE:
