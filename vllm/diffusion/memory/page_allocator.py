@@ -171,6 +171,7 @@ class PageAllocator:
             pages = self._sequences[name].pages
             is_own = pages != kept
             self.store.copy(kept[is_own].tolist(), pages[is_own].tolist())
+            self._copy_windows(self._sequences[owner], self._sequences[name], is_own)
 
     def _share(
         self, names: Sequence[str], owner: str, length: int, is_shared: Array
@@ -187,8 +188,30 @@ class PageAllocator:
             pages[own_pages] = [self.store.free.pop() for _ in own_pages]
             self.store.copy(sources.tolist(), pages[copied].tolist())
             shares.append(self._hold(name, length, pages))
+            self._share_windows(self._sequences[owner], shares[-1], own_pages, copied)
         self.update_table()
         return shares
+
+    def _share_windows(
+        self, owner: KeptSequence, draft: KeptSequence, own_pages: Array, copied: Array
+    ) -> None:
+        """Give a draft the owner's window pages, and those of its own pages."""
+        if owner.window_pages is None or self.fixed_sizes is None:
+            return
+        num_pages, _, _, num_window_pages = self.fixed_sizes
+        draft.window_pages = owner.window_pages[: len(draft.pages)].copy()
+        draft.window_pages[own_pages] = num_window_pages + draft.pages[own_pages] - num_pages
+        draft.window_slots = _slots(draft.window_pages, draft.length)
+        self._copy_windows(owner, draft, copied)
+
+    def _copy_windows(self, owner: KeptSequence, draft: KeptSequence, indices: Array) -> None:
+        """Copy window pages of a request to its draft; `indices` select pages of the sequence."""
+        store = self.store
+        if owner.window_pages is None or draft.window_pages is None:
+            return
+        assert isinstance(store, WindowedPageStore)
+        sources, targets = owner.window_pages[indices], draft.window_pages[indices]
+        store.windows.copy(sources.tolist(), targets.tolist())
 
     def copy(self, req_id: str, owner: str) -> None:
         """Copy all cached rows of a request of equal length to this request's pages."""
@@ -221,14 +244,15 @@ class PageAllocator:
             most_entries: maximum pages of all requests together; a shared page counts for each of
                 its requests.
             scratch: number of further pages, for drafts.
-            num_window_pages: number of pages for layers with a window.
+            num_window_pages: number of pages for layers with a window; the further pages have
+                further ones.
 
         Raises:
             PoolExhaustedError: the pool has no memory for them.
         """
         self._sequences.clear()
         if isinstance(self.store, WindowedPageStore):
-            self.store.windows.resize(num_window_pages)
+            self.store.windows.resize(num_window_pages + scratch)
         self.store.resize(num_pages + scratch)
         self.store.free = list(range(num_pages, num_pages + scratch))
         self.store.most_entries = most_entries

@@ -21,7 +21,7 @@ class WindowedPageStore(PageStore):
 
     Layers with a window have pages of their own, called window pages. The scheduler gives them only
     to the end of a sequence, which these layers read (`window_paging.py`). The pages of this store
-    belong to all other layers. Their number is fixed, and drafts have none.
+    belong to all other layers. Their number is fixed.
 
     Args:
         layers: the layers with a window.

@@ -23,6 +23,7 @@ from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 from vllm.diffusion.engine.scheduler.window_paging import (
     WindowPages,
+    max_scratch_pages,
     num_window_pages,
     window_layers,
 )
@@ -58,14 +59,15 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
     return min((num_pages - 1) * PAGE_SIZE, 2 * max_model_len)
 
 
-def scratch_pages(num_pages: int) -> int:
+def scratch_pages(vllm_config: VllmConfig, num_pages: int) -> int:
     """Return the number of draft pages in addition to `num_pages` pages for requests."""
-    return min(MAX_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
+    return min(max_scratch_pages(vllm_config, MAX_SCRATCH_PAGES), num_pages // PAGES_PER_SCRATCH)
 
 
-def without_scratch(num_pages: int) -> int:
+def without_scratch(vllm_config: VllmConfig, num_pages: int) -> int:
     """Return the number of pages for requests in a store of `num_pages` pages."""
-    return num_pages - min(MAX_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
+    limit = max_scratch_pages(vllm_config, MAX_SCRATCH_PAGES)
+    return num_pages - min(limit, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
 
 
 class Paging(AdmissionGate):
@@ -102,13 +104,15 @@ class Paging(AdmissionGate):
         )
         tensors, count = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
         self._page_bytes = sum(tensor.size for tensor in tensors) // count
-        self.num_bytes = (count + scratch_pages(count)) * self._page_bytes
+        num_scratch = scratch_pages(vllm_config, count)
+        self.num_bytes = (count + num_scratch) * self._page_bytes
         self.windows: WindowPages | None = None
         layers = window_layers(vllm_config)
         if layers is not None:
             self.windows = WindowPages(layers, num_window_pages(vllm_config, count))
             shape = model_shape(vllm_config)
-            self.num_bytes += self.windows.count * PAGE_SIZE * shape.window_bytes
+            num_windows = self.windows.count + num_scratch
+            self.num_bytes += num_windows * PAGE_SIZE * shape.window_bytes
         self._row_budget = row_budget(vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)

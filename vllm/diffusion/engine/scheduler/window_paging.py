@@ -21,8 +21,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.config import row_budget
-from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.config import row_budget, served_model
+from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,12 +35,27 @@ if TYPE_CHECKING:
 _PAGES_PER_WINDOW_PAGE = 2
 # Blocks of a sequence in progress: of the context, of the canvas, and of the next canvas.
 _OPEN_BLOCKS = 3
+# Requests with a draft in one step, and blocks of a draft: the finished canvas, and the next one.
+MAX_DRAFTS, _DRAFT_BLOCKS = 2, 2
 
 
 def window_layers(vllm_config: VllmConfig) -> WindowLayers | None:
     """Return the layers with a sliding window; None if the model has none."""
     config: DiffusionConfig = vllm_config.model_config.hf_config
     return config.window_layers(vllm_config.parallel_config.tensor_parallel_size)
+
+
+def max_scratch_pages(vllm_config: VllmConfig, limit: int) -> int:
+    """Return the maximum number of draft pages; `limit` for models without window pages.
+
+    Each draft page has a window page, so there are none if the server drafts nothing.
+    """
+    if window_layers(vllm_config) is None:
+        return limit
+    if not served_model(vllm_config).defaults.get("num_speculative_states"):
+        return 0
+    block_length: int = vllm_config.model_config.hf_config.block_length
+    return min(limit, MAX_DRAFTS * (num_pages(_DRAFT_BLOCKS * block_length) + 1))
 
 
 def num_window_pages(vllm_config: VllmConfig, count: int) -> int:

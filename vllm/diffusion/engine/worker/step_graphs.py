@@ -49,6 +49,7 @@ ENDED_ROWS = 128  # maximum rows of buckets in which all rows go through the las
 MAX_TIMED_ROWS = 512
 # Numbers of blocks of the buckets in families whose blocks stay open as a whole.
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16)
+_TIMED_BLOCKS = 4  # blocks of timed steps in these families; a draft has two
 # Maximum sequences of a bucket; every program of attention counts them.
 MAX_SEQUENCES = 256
 _ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
@@ -269,7 +270,7 @@ class GraphRunner:
         for bucket, captured in self._captured.items():
             is_stale = captured.layout_version != self._caches.layout_version * bucket.is_cached
             is_alone = bucket.sequences == 1
-            if is_stale or is_alone or bucket.tiles or bucket.rows > MAX_TIMED_ROWS:
+            if is_stale or is_alone or bucket.tiles or bucket.rows > self.buckets.max_timed_rows:
                 continue  # a stale graph still writes to the previous page addresses
             took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
@@ -372,12 +373,14 @@ class Buckets:
         windows: row counts for windows, ascending.
         rows_per_sequence: minimum average of rows per sequence, in a bucket for several sequences.
         num_slots: number of LoRA adapters that rows may have.
+        max_timed_rows: maximum rows of timed steps.
     """
 
     whole: tuple[int, ...]
     windows: tuple[int, ...]
     rows_per_sequence: int
     num_slots: int = 0
+    max_timed_rows: int = MAX_TIMED_ROWS
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """Return the smallest bucket that holds a batch, or None."""
@@ -405,7 +408,8 @@ def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int 
     """Return the buckets that serve a model; blocks of block-causal families may be short."""
     if config.family.is_open:  # nearly all steps consist of whole blocks
         rows = tuple(config.block_length * count for count in _BLOCKS)
-        return Buckets(rows, rows, config.block_length // 2)
+        max_timed_rows = max(MAX_TIMED_ROWS, _TIMED_BLOCKS * config.block_length)
+        return Buckets(rows, rows, config.block_length // 2, max_timed_rows=max_timed_rows)
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.architecture.expert_layers:
         return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence, num_slots)

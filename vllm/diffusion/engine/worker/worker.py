@@ -192,14 +192,15 @@ class DiffusionWorker(AdapterWorker):
         """
         planner = self.model_runner.planner
         cost = planner.shape.window_bytes / planner.shape.cache_bytes
-        num_pages = without_scratch(pages_within(self.vllm_config, planner.cached_positions, cost))
+        num_pages = pages_within(self.vllm_config, planner.cached_positions, cost)
+        num_pages = without_scratch(self.vllm_config, num_pages)
         return num_pages * pages.PAGE_SIZE * planner.shape.cache_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         num_pages = kv_cache_config.num_blocks
         if kv_cache_config.kv_cache_groups:
             longest = most_positions(num_pages, self.model_config.max_model_len)
-            scratch = scratch_pages(num_pages)
+            scratch = scratch_pages(self.vllm_config, num_pages)
             most_sequences = self.scheduler_config.max_num_seqs + scratch
             most_entries = most_sequences * pages.num_pages(longest)
             num_windows = num_window_pages(self.vllm_config, num_pages)
