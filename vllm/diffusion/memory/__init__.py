@@ -22,6 +22,7 @@ from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
 from vllm.diffusion.memory.shapes import Demand, Experts, LinearBuffers, ModelShape, StepShape
 from vllm.diffusion.memory.virtual_memory import activation_pool
 from vllm.diffusion.memory.weight_memory import ArenaWeights, WeightMemory
+from vllm.diffusion.memory.windowed_store import WindowedPageStore
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -45,6 +46,7 @@ __all__ = [
     "ResidualRows",
     "StepShape",
     "WeightMemory",
+    "WindowedPageStore",
     "activation_pool",
     "chunks",
     "rates_of",

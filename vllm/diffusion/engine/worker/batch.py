@@ -46,6 +46,8 @@ class StepInputs(NamedTuple, Generic[A]):
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
+        window_slots: [W] int64, as `slot_mapping`, for layers with a window; None if all layers
+            have the same pages.
     """
 
     token_ids: A
@@ -55,6 +57,7 @@ class StepInputs(NamedTuple, Generic[A]):
     num_adapter_rows: int = 0
     is_block: A | None = None
     tiles: A | None = None
+    window_slots: A | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ class Packing:
             keys.
         block_starts: column, as in `Span`.
         is_block: [T] bool, as in `StepInputs`.
+        window_slots: [W] int64, as in `StepInputs`.
     """
 
     items: tuple[BatchItem, ...]
@@ -99,6 +103,7 @@ class Packing:
     num_own: int
     block_starts: Array
     is_block: Array | None
+    window_slots: Array | None
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -220,6 +225,7 @@ class StepBatch:
             layouts,
             self.num_adapter_rows,
             None if is_block is None else is_block[rows],
+            window_slots=self.packing.window_slots,
         )
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
@@ -278,6 +284,7 @@ def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
 def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding."""
     slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
+    window_slots = list["Array"]()
     for item, window in zip(items, windows, strict=True):
         cache, first, stop = item.window.cache, window.first, window.stop
         for kept_start in item.window.kept_starts:
@@ -285,7 +292,10 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
                 numbers += part
                 kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
             if cache is not None:
-                slots.append(cache.slots[kept_start + first : kept_start + stop])
+                kept = slice(kept_start + first, kept_start + stop)
+                slots.append(cache.slots[kept])
+                if cache.window_slots is not None:
+                    window_slots.append(cache.window_slots[kept])
     starts = np.array(kept_starts)
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
     firsts, stops, num_keys, block_lengths, reads_kept, block_starts = table.T
@@ -308,6 +318,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
         block_starts=block_starts,
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
+        window_slots=np.concatenate(window_slots) if window_slots else None,
     )
 
 
