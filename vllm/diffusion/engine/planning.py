@@ -83,7 +83,8 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int, *, adapts: bool =
     """
     if params.is_block_causal and (params.score is None or params.cache == "exact"):
         return _demand_in_blocks(params, num_prompt_tokens, adapts=adapts)
-    length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
+    visibility = _visibility_of(params, num_prompt_tokens)
+    length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -103,7 +104,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
     computed once more together with the next block, like any other rows before the current block,
     and in parts if necessary.
     """
-    visibility = _visibility_of(params)
+    visibility = _visibility_of(params, num_prompt_tokens)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(
@@ -321,10 +322,11 @@ def _host_memory() -> int:
     return total
 
 
-def _visibility_of(params: DiffusionParams) -> Visibility:
+def _visibility_of(params: DiffusionParams, num_prompt_tokens: int) -> Visibility:
     """Return which positions of a request attend to which."""
     if params.has_causal_context:
         return CausalContext(params.block_length, is_open=params.is_open)
     if params.is_block_causal:
-        return BlockCausal(params.block_length, is_whole=params.completes_prompts)
+        offset = params.block_offset(num_prompt_tokens)
+        return BlockCausal(params.block_length, params.completes_prompts, offset)
     return FULL

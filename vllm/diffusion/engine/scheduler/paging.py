@@ -20,7 +20,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewPages
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
@@ -36,6 +36,8 @@ BLOCKS_AHEAD = 2
 MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
 # Separators in a salt: before the block length, the adapter, and the epoch of the weights.
 _BLOCKS, _ADAPTER, _WEIGHTS = "|B", "|L", "|W"
+# Before the offset of the blocks, behind their length.
+_OFFSET = "+"
 
 logger = init_logger(__name__)
 
@@ -100,7 +102,7 @@ class Paging(AdmissionGate):
         self._epoch = 0  # number of times that cached results were dropped
 
     def arrived(self, item: RequestState) -> bool:
-        """Add the block length to a request's hashes if its keys and values depend on it.
+        """Add the blocks of a request to its hashes if its keys and values depend on them.
 
         Raises:
             ActivationBudgetError: the request would not fit even alone.
@@ -112,17 +114,18 @@ class Paging(AdmissionGate):
             available = self._most_positions
             position = self._page_bytes // PAGE_SIZE
             raise ActivationBudgetError(length, length * position, available * position, available)
-        request.cache_salt = f"{request.cache_salt or ''}{_BLOCKS}{item.params.kept_unit}"
+        request.cache_salt = f"{request.cache_salt or ''}{_BLOCKS}"
         self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
         return True
 
     def _hash(self, item: RequestState) -> None:
-        """Hash the content of a request's pages: its tokens, block length, adapter and weights."""
+        """Hash the content of a request's pages: its tokens, blocks, adapter and weights."""
         request = item.request
         clients = str(request.cache_salt).rpartition(_BLOCKS)[0]
         salt = f"{clients}{_BLOCKS}{item.params.kept_unit}"
+        salt += f"{_OFFSET}{item.block_offset}" if item.block_offset else ""
         salt += f"{_ADAPTER}{item.adapter_key}" if item.adapter_key else ""
         request.cache_salt = salt + (f"{_WEIGHTS}{self._epoch}" if self._epoch else "")
         request.block_hashes.clear()
@@ -192,6 +195,10 @@ class Paging(AdmissionGate):
         computed, num_found = None, 0
         if has_none:
             computed, num_found, _ = manager.get_computed_blocks(request)
+            # The last block of a page may end in the next page, whose tokens may differ.
+            if num_found and item.block_offset:
+                computed = KVCacheBlocks(tuple(group[:-1] for group in computed.blocks))
+                num_found -= PAGE_SIZE
         num_new = end - request.num_computed_tokens - num_found
         blocks = manager.allocate_slots(
             request, num_new, num_found, computed, delay_cache_blocks=True

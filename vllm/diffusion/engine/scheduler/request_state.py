@@ -111,6 +111,11 @@ class RequestState:
         return str(self.request.request_id)
 
     @property
+    def block_offset(self) -> int:
+        """Number of positions that the first block of its sequence lacks."""
+        return self.params.block_offset(self.request.num_prompt_tokens)
+
+    @property
     def priority(self) -> int:
         """Priority of the request; lower numbers come first."""
         return self.params.priority or 0
