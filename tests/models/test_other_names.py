@@ -15,7 +15,7 @@ from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models.config_keys import suspicious_keys
 from vllm.diffusion.process.other_names import missing_values, refuse_unsupported
-from vllm.diffusion.request.families import IDLM
+from vllm.diffusion.request.families import IDLM, family_of
 
 SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -90,6 +90,17 @@ def test_the_last_name_of_a_training_decides_for_a2d(name: str, is_masked: bool)
         "block_size": None
     }
     assert missing_values(SDAR, name) == missing_values(QWEN3, name) == {}
+
+
+def test_a_plain_qwen3_with_an_adapter_for_drafts_is_an_idlm() -> None:
+    own = {"architectures": ["SDARForCausalLM"], "use_regular_causal": True}
+    for config, mask in ((QWEN3, {"mask_token_id": 151669}), ({**QWEN3, "mask_token_id": 7}, {})):
+        values = missing_values(config, "some", has_draft_adapter=True)
+        assert values == own | mask
+        assert family_of(values["architectures"], None, {**config, **values}) is IDLM
+        refuse({**config, **values}, has_adapter=True)
+    for other in (QWEN2, SDAR):
+        assert missing_values(other, "some", has_draft_adapter=True) == {}
 
 
 @pytest.mark.parametrize("block_size", [None, 4, 8, 16, 32, 64])

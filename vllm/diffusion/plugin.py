@@ -90,6 +90,7 @@ def _check_names(engine: EngineArgs) -> None:
 
     If only the name of a checkpoint states which model it is, overrides of config.json say so.
     """
+    from vllm.diffusion.config import Settings, server_settings
     from vllm.diffusion.process import other_names
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
@@ -97,9 +98,14 @@ def _check_names(engine: EngineArgs) -> None:
     if not isinstance(config, dict):
         return
     overrides = engine.hf_overrides if isinstance(engine.hf_overrides, dict) else {}
-    missing = other_names.missing_values({**config, **overrides}, engine.model)
+    settings = Settings.of(server_settings(engine.additional_config))
+    missing = other_names.missing_values(
+        {**config, **overrides},
+        engine.model,
+        has_draft_adapter=settings.draft_adapter is not None,
+    )
     if missing:
-        engine.hf_overrides = {**overrides, **missing}
+        overrides = engine.hf_overrides = {**overrides, **missing}
 
     def has_mask_token() -> bool:
         tokenizer = engine.tokenizer or engine.model

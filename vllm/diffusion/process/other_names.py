@@ -26,6 +26,8 @@ _SDAR = "SDARForCausalLM"
 _QWENS = {"Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
 # Numbers of masks of a stride of I-DLM. SDAR has blocks of 4, 8, 16, 32 or 64 positions.
 _STRIDES = (1, 2, 3, 7)
+# The mask token of I-DLM: the first id that Qwen3's tokenizer does not use.
+_QWEN3_MASK = 151669
 _UNSUPPORTED = {"EfficientDLM": "Efficient-DLM"}
 # Kinds of training of A2D models, whose config.json does not state the kind.
 _MASKED, _BLOCKS = "mdlm", "bd3lm"
@@ -70,19 +72,25 @@ def refuse_unsupported(
             )
 
 
-def missing_values(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values that config.json of an A2D checkpoint lacks, or has in addition.
+def missing_values(
+    config: Mapping[str, Any], name: str, *, has_draft_adapter: bool = False
+) -> dict[str, Any]:
+    """Return the values that config.json lacks, or has in addition.
 
-    The family of an A2D checkpoint follows from `block_size`: only models of block diffusion have
-    one.
+    A plain Qwen3 with an adapter for drafts is an I-DLM. The family of an A2D checkpoint follows
+    from `block_size`: only models of block diffusion have one.
 
     Args:
         config: config.json, with the values of `--hf-overrides`.
         name: the checkpoint's folder, or its name on the Hugging Face Hub.
+        has_draft_adapter: whether the server's settings name an adapter for drafts.
 
     Raises:
         ServerConfigError: the kind of training is given and unknown.
     """
+    if has_draft_adapter and "Qwen3ForCausalLM" in (config.get("architectures") or ()):
+        values = {"architectures": [_SDAR], REGULAR_CAUSAL: True}
+        return values | ({} if "mask_token_id" in config else {"mask_token_id": _QWEN3_MASK})
     if not str(config.get("model_type")).startswith("a2d-"):
         return {}
     kind, block_size = config.get(A2D_KIND), config.get(_BLOCK_SIZE)
@@ -110,10 +118,6 @@ def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> N
     if config.get("use_relay"):
         raise ServerConfigError("use_relay: given true; not supported")
     is_causal = config.get(REGULAR_CAUSAL)
-    if is_causal and has_adapter():
-        logger.warning(
-            "The folder 'adapter' is not used: drafts come from the weights of the checkpoint"
-        )
     if is_causal is not None:
         return
     block_size = config.get("block_size")

@@ -50,6 +50,8 @@ class Family:
             position; only the algorithm `levenshtein` may propose them.
         think_tokens: names of the tokens that begin and end thinking, in families whose thinking
             `thinking_token_budget` can limit.
+        draft_folder: folder of a checkpoint with the adapter for drafts; None for families without
+            drafts.
         model_class: "module:Class" of its model.
         template_arguments: arguments of the chat template that a request may override.
     """
@@ -73,6 +75,7 @@ class Family:
     marks: tuple[str, ...] = ()
     edit_tokens: tuple[str, ...] = ()
     think_tokens: tuple[str, ...] = ()
+    draft_folder: str | None = None
     model_class: str = "vllm.diffusion.models.upstream_model:UpstreamModel"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -153,6 +156,7 @@ IDLM = Family(
     visibility=CausalContext(is_strict=True),
     mask_token="<|MASK|>",
     marks=(REGULAR_CAUSAL,),
+    draft_folder="adapter",
 )
 
 SDAR_MOE = replace(
@@ -235,6 +239,7 @@ NEMOTRON = Family(
     counts_masks=True,
     visibility=CausalContext(),
     think_tokens=("<think>", "</think>"),
+    draft_folder="linear_spec_lora",
 )
 
 DIFFUSION_GEMMA = Family(

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
 from vllm.diffusion.memory import StepShape
+from vllm.diffusion.request.visibility import WindowPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.diffusion.adapters.adapted_rows import StepSlots
     from vllm.diffusion.core.spans import PageTable
@@ -42,7 +43,6 @@ class StepInputs(NamedTuple, Generic[A]):
             none.
         layouts: the keys that the rows of every attend chunk read, of this step and from the store;
             then the same for the chunks of the last layer if they differ.
-        num_adapter_rows: number of rows at the end that use the adapter.
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
@@ -52,7 +52,6 @@ class StepInputs(NamedTuple, Generic[A]):
     positions: A
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
-    num_adapter_rows: int = 0
     is_block: A | None = None
     tiles: A | None = None
 
@@ -63,7 +62,8 @@ class Packing:
 
     A request has one sequence, and with guidance also the unconditional one. The rows of S
     sequences follow one another: first sequences without a cache, then windows of all positions,
-    then windows of some positions, which read cached keys. Columns are [S] int64.
+    then windows of some positions, which read cached keys. A part of a window counts as a sequence
+    of its own. Rows that only draft may come last of all. Columns are [S] int64.
 
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
@@ -83,6 +83,10 @@ class Packing:
             keys.
         block_starts: column, as in `Span`.
         is_block: [T] bool, as in `StepInputs`.
+        drafts_from: per item, the first position whose rows are a part of their own, because they
+            only draft.
+        sources: per sequence, its item, the index of the item's sequence, and the first position
+            and last + 1 that are computed.
     """
 
     items: tuple[BatchItem, ...]
@@ -99,6 +103,8 @@ class Packing:
     num_own: int
     block_starts: Array
     is_block: Array | None
+    drafts_from: tuple[int | None, ...]
+    sources: tuple[tuple[int, int, int, int], ...]
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -114,10 +120,33 @@ class Packing:
 
     @cached_property
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
-        """Sequences of each request; for a sequence in parts, only the sampled part."""
-        sequences = iter(self.sequences)
-        sizes = [(c.window.num_sequences, w) for c, w in zip(self.items, self.windows, strict=True)]
-        return tuple([tuple(islice(sequences, n * len(w.parts)))[-n:] for n, w in sizes])
+        """Sequences of each request; for a sequence in parts, only the last part.
+
+        Rows that only draft are not in it, unless a request has no other rows.
+        """
+        last: list[dict[int, Span]] = [{} for _ in self.items]
+        for (item, number, first, _), span in zip(self.sources, self.sequences, strict=True):
+            drafts_from = self.drafts_from[item]
+            if number not in last[item] or drafts_from is None or first < drafts_from:
+                last[item][number] = span
+        return tuple([tuple(spans.values()) for spans in last])
+
+    @cached_property
+    def drafts(self) -> tuple[Span | None, ...]:
+        """The rows of each request that only draft, if they are a part of their own."""
+        drafts: list[Span | None] = [None] * len(self.items)
+        for (item, *_), is_draft, span in zip(
+            self.sources, self.are_drafts, self.sequences, strict=True
+        ):
+            if is_draft:
+                drafts[item] = span
+        return tuple(drafts)
+
+    @property
+    def are_drafts(self) -> list[bool]:
+        """Whether the rows of each sequence only draft, and are a part of their own."""
+        starts = [(self.drafts_from[item], first) for item, _, first, _ in self.sources]
+        return [start is not None and first >= start for start, first in starts]
 
     @cached_property
     def longest(self) -> int:
@@ -194,12 +223,6 @@ class StepBatch:
         """Whether some rows read keys that this step does not compute."""
         return self.packing.kept_keys > 0
 
-    @cached_property
-    def num_adapter_rows(self) -> int:
-        """Number of rows at the end that use the adapter; they read cached keys."""
-        adapted = zip(self.targets, self.packing.windows, strict=True)
-        return sum([w.num_rows for target, w in adapted if target.is_adapted and w.reads_kept])
-
     @property
     def num_sampled(self) -> int:
         return sum([target.eligible.size for target in self.targets])
@@ -218,7 +241,6 @@ class StepBatch:
             self.positions[rows],
             self.slot_mapping,
             layouts,
-            self.num_adapter_rows,
             None if is_block is None else is_block[rows],
         )
 
@@ -245,6 +267,8 @@ def build_batch(
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
+    *,
+    splits_drafts: bool = False,
 ) -> StepBatch:
     """Pack the rows that the requests compute in this step.
 
@@ -253,40 +277,66 @@ def build_batch(
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
+        splits_drafts: whether rows that only draft are parts of their own, behind all other rows.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
     forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
     packed, targets, windows = zip(*forwards, strict=True)
-    rows = [
-        tokens[window.first : window.stop]
-        for item, window in zip(packed, windows, strict=True)
-        for tokens in item.sequences
-    ]
+    drafts_from: tuple[int | None, ...] = (None,) * len(packed)
+    if splits_drafts:
+        drafts_from = tuple([_drafts_of(*one) for one in zip(targets, windows, strict=True)])
     is_alike = before is not None and before.pages is pages and before.items == packed
-    if before is None or not is_alike or before.windows != windows:
-        before = _pack(packed, windows, pages)
+    if (
+        before is None
+        or not is_alike
+        or before.windows != windows
+        or before.drafts_from != drafts_from
+    ):
+        before = _pack(packed, windows, drafts_from, pages)
+    tokens = [item.sequences for item in packed]
+    rows = [tokens[item][number][first:stop] for item, number, first, stop in before.sources]
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of an item's rows: without a cache first, adapted rows with cached keys last."""
-    item, target, window = forward
-    reads_kept = window.reads_kept
-    return (item.window.cache is not None) + reads_kept + (target.is_adapted and reads_kept)
+    """Sort key of an item's rows: without a cache first, those that read cached keys last."""
+    item, _, window = forward
+    return (item.window.cache is not None) + window.reads_kept
 
 
-def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
-    """Lay out the rows of these requests one after the other, in this order, without padding."""
-    slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
-    for item, window in zip(items, windows, strict=True):
-        cache, first, stop = item.window.cache, window.first, window.stop
-        for kept_start in item.window.kept_starts:
-            for part in window.parts:
-                numbers += part
-                kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
-            if cache is not None:
-                slots.append(cache.slots[kept_start + first : kept_start + stop])
+def _drafts_of(target: ForwardTarget, window: Window) -> int | None:
+    """Return the first position of a window whose rows only draft, or None."""
+    first = target.drafts_from
+    return None if first is None or first >= window.stop else max(first, window.first)
+
+
+def _pack(
+    items: tuple[BatchItem, ...],
+    windows: tuple[Window, ...],
+    drafts_from: tuple[int | None, ...],
+    pages: PageTable,
+) -> Packing:
+    """Lay out the rows of these requests one after the other, in this order, without padding.
+
+    Rows that draft and read cached keys come last.
+    """
+    sources, parts = list[tuple[int, int, int, int]](), list[WindowPart]()
+    last_sources, last_parts = list[tuple[int, int, int, int]](), list[WindowPart]()
+    for index, (item, window, draft) in enumerate(zip(items, windows, drafts_from, strict=True)):
+        for number in range(item.window.num_sequences):
+            for part in _split(window.parts, draft):
+                is_last = draft is not None and part.first >= draft and part.reads_kept
+                (last_parts if is_last else parts).append(part)
+                (last_sources if is_last else sources).append((index, number, *part[:2]))
+    sources += last_sources
+    slots, kept_starts = [_NO_SLOTS], []
+    for index, number, first, stop in sources:
+        cache, kept_start = items[index].window.cache, items[index].window.kept_starts[number]
+        kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
+        if cache is not None:
+            slots.append(cache.slots[kept_start + first : kept_start + stop])
     starts = np.array(kept_starts)
+    numbers = chain.from_iterable((*parts, *last_parts))
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
     firsts, stops, num_keys, block_lengths, reads_kept, block_starts = table.T
     counts = stops - firsts
@@ -308,7 +358,17 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
         block_starts=block_starts,
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
+        drafts_from=drafts_from,
+        sources=tuple(sources),
     )
+
+
+def _split(parts: Sequence[WindowPart], draft: int | None) -> Sequence[WindowPart]:
+    """Cut the last part of a window before position `draft`, if that lies within it."""
+    *earlier, last = parts
+    if draft is None or draft <= last.first:
+        return parts
+    return *earlier, last._replace(stop=draft), last._replace(first=draft)
 
 
 _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1
