@@ -138,7 +138,7 @@ def test_rows_that_draft_share_tiles(wild: Engine, monkeypatch: pytest.MonkeyPat
         if batch.slots is not None:
             ((slot, start, stop),) = batch.slots.rows.runs
             assert slot == 0 and stop == batch.num_rows
-            drafting = [t for t in batch.targets if t.drafts_from is not None]
+            drafting = [t for t in batch.targets if t.tail_start is not None]
             assert stop - start == 3 * len(drafting)
         bucket = buckets.find(batch)
         assert bucket is not None

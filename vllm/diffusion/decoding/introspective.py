@@ -67,8 +67,8 @@ class Introspective(SelfSpeculation):
             return None
         stop = start + (1 if start == self.prompt_length else self._drafts.size + self._stride)
         first = 0 if start == self.prompt_length else start - 1
-        rows, drafts_from = (first, stop - 1), start + self._drafts.size
-        return ForwardTarget(np.arange(start, stop), rows, is_causal=True, drafts_from=drafts_from)
+        rows, tail_start = (first, stop - 1), start + self._drafts.size
+        return ForwardTarget(np.arange(start, stop), rows, is_causal=True, tail_start=tail_start)
 
     def decide(self, candidates: Candidates) -> Commit:
         self.forbade_mask = True

@@ -70,7 +70,7 @@ class AdaptingRunner(DiffusionModelRunner):
         self.adapters, self.reader = loaded
         assert self.model.adapting is not None
         self.adapted = self.model.adapting
-        self.splits_drafts = self.adapted.draft_slot is not None
+        self.splits_tails = self.adapted.draft_slot is not None
         self._rehearses = False
         self.forward = AdaptingForward(self)
         if self.reader is not None:
@@ -88,12 +88,12 @@ class AdaptingRunner(DiffusionModelRunner):
             items = sorted(items, key=self._order_of)
         batch = super().batch_of(items)
         slots = tuple([self._slot_of(item) for item in batch.items])
-        are_drafts = batch.packing.are_drafts
-        if not any(are_drafts) and slots.count(None) == len(slots):
+        are_tails = batch.packing.are_tails
+        if not any(are_tails) and slots.count(None) == len(slots):
             return batch
         of_rows = [
             self.adapted.draft_slot if is_draft else slots[item]
-            for (item, *_), is_draft in zip(batch.packing.sources, are_drafts, strict=True)
+            for (item, *_), is_draft in zip(batch.packing.sources, are_tails, strict=True)
         ]
         rows = RowSlots.of(of_rows, batch.packing.ends.tolist())
         return replace(batch, slots=StepSlots(slots, rows, self.adapted.draft_slot))

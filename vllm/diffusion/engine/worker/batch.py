@@ -63,7 +63,7 @@ class Packing:
     A request has one sequence, and with guidance also the unconditional one. The rows of S
     sequences follow one another: first sequences without a cache, then windows of all positions,
     then windows of some positions, which read cached keys. A part of a window counts as a sequence
-    of its own. Rows that only draft may come last of all. Columns are [S] int64.
+    of its own. Tails come last of all. Columns are [S] int64.
 
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
@@ -83,8 +83,8 @@ class Packing:
             keys.
         block_starts: column, as in `Span`.
         is_block: [T] bool, as in `StepInputs`.
-        drafts_from: per item, the first position whose rows are a part of their own, because they
-            only draft.
+        tail_starts: per item, the first position of its tail (`ForwardTarget.tail_start`), whose
+            rows are a part of their own; None if it has none.
         sources: per sequence, its item, the index of the item's sequence, and the first position
             and last + 1 that are computed.
     """
@@ -103,7 +103,7 @@ class Packing:
     num_own: int
     block_starts: Array
     is_block: Array | None
-    drafts_from: tuple[int | None, ...]
+    tail_starts: tuple[int | None, ...]
     sources: tuple[tuple[int, int, int, int], ...]
 
     @cached_property
@@ -122,30 +122,30 @@ class Packing:
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
         """Sequences of each request; for a sequence in parts, only the last part.
 
-        Rows that only draft are not in it, unless a request has no other rows.
+        A tail is not in it, unless a request has no other rows.
         """
         last: list[dict[int, Span]] = [{} for _ in self.items]
         for (item, number, first, _), span in zip(self.sources, self.sequences, strict=True):
-            drafts_from = self.drafts_from[item]
-            if number not in last[item] or drafts_from is None or first < drafts_from:
+            tail_start = self.tail_starts[item]
+            if number not in last[item] or tail_start is None or first < tail_start:
                 last[item][number] = span
         return tuple([tuple(spans.values()) for spans in last])
 
     @cached_property
-    def drafts(self) -> tuple[Span | None, ...]:
-        """The rows of each request that only draft, if they are a part of their own."""
-        drafts: list[Span | None] = [None] * len(self.items)
-        for (item, *_), is_draft, span in zip(
-            self.sources, self.are_drafts, self.sequences, strict=True
+    def tails(self) -> tuple[Span | None, ...]:
+        """The rows of each request's tail."""
+        tails: list[Span | None] = [None] * len(self.items)
+        for (item, *_), is_tail, span in zip(
+            self.sources, self.are_tails, self.sequences, strict=True
         ):
-            if is_draft:
-                drafts[item] = span
-        return tuple(drafts)
+            if is_tail:
+                tails[item] = span
+        return tuple(tails)
 
     @property
-    def are_drafts(self) -> list[bool]:
-        """Whether the rows of each sequence only draft, and are a part of their own."""
-        starts = [(self.drafts_from[item], first) for item, _, first, _ in self.sources]
+    def are_tails(self) -> list[bool]:
+        """Whether each sequence is a tail."""
+        starts = [(self.tail_starts[item], first) for item, _, first, _ in self.sources]
         return [start is not None and first >= start for start, first in starts]
 
     @cached_property
@@ -268,7 +268,7 @@ def build_batch(
     pages: PageTable,
     before: Packing | None = None,
     *,
-    splits_drafts: bool = False,
+    splits_tails: bool = False,
 ) -> StepBatch:
     """Pack the rows that the requests compute in this step.
 
@@ -277,22 +277,22 @@ def build_batch(
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
-        splits_drafts: whether rows that only draft are parts of their own, behind all other rows.
+        splits_tails: whether tails are parts of their own, behind all other rows.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
     forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
     packed, targets, windows = zip(*forwards, strict=True)
-    drafts_from: tuple[int | None, ...] = (None,) * len(packed)
-    if splits_drafts:
-        drafts_from = tuple([_drafts_of(*one) for one in zip(targets, windows, strict=True)])
+    tail_starts: tuple[int | None, ...] = (None,) * len(packed)
+    if splits_tails:
+        tail_starts = tuple([_tail_of(*one) for one in zip(targets, windows, strict=True)])
     is_alike = before is not None and before.pages is pages and before.items == packed
     if (
         before is None
         or not is_alike
         or before.windows != windows
-        or before.drafts_from != drafts_from
+        or before.tail_starts != tail_starts
     ):
-        before = _pack(packed, windows, drafts_from, pages)
+        before = _pack(packed, windows, tail_starts, pages)
     tokens = [item.sequences for item in packed]
     rows = [tokens[item][number][first:stop] for item, number, first, stop in before.sources]
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
@@ -304,28 +304,28 @@ def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
     return (item.window.cache is not None) + window.reads_kept
 
 
-def _drafts_of(target: ForwardTarget, window: Window) -> int | None:
-    """Return the first position of a window whose rows only draft, or None."""
-    first = target.drafts_from
+def _tail_of(target: ForwardTarget, window: Window) -> int | None:
+    """Return the first position of the tail of a window, or None."""
+    first = target.tail_start
     return None if first is None or first >= window.stop else max(first, window.first)
 
 
 def _pack(
     items: tuple[BatchItem, ...],
     windows: tuple[Window, ...],
-    drafts_from: tuple[int | None, ...],
+    tail_starts: tuple[int | None, ...],
     pages: PageTable,
 ) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding.
 
-    Rows that draft and read cached keys come last.
+    Tails that read cached keys come last.
     """
     sources, parts = list[tuple[int, int, int, int]](), list[WindowPart]()
     last_sources, last_parts = list[tuple[int, int, int, int]](), list[WindowPart]()
-    for index, (item, window, draft) in enumerate(zip(items, windows, drafts_from, strict=True)):
+    for index, (item, window, start) in enumerate(zip(items, windows, tail_starts, strict=True)):
         for number in range(item.window.num_sequences):
-            for part in _split(window.parts, draft):
-                is_last = draft is not None and part.first >= draft and part.reads_kept
+            for part in _split(window.parts, start):
+                is_last = start is not None and part.first >= start and part.reads_kept
                 (last_parts if is_last else parts).append(part)
                 (last_sources if is_last else sources).append((index, number, *part[:2]))
     sources += last_sources
@@ -358,17 +358,17 @@ def _pack(
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
         block_starts=block_starts,
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
-        drafts_from=drafts_from,
+        tail_starts=tail_starts,
         sources=tuple(sources),
     )
 
 
-def _split(parts: Sequence[WindowPart], draft: int | None) -> Sequence[WindowPart]:
-    """Cut the last part of a window before position `draft`, if that lies within it."""
+def _split(parts: Sequence[WindowPart], start: int | None) -> Sequence[WindowPart]:
+    """Cut the last part of a window before position `start`, if that lies within it."""
     *earlier, last = parts
-    if draft is None or draft <= last.first:
+    if start is None or start <= last.first:
         return parts
-    return *earlier, last._replace(stop=draft), last._replace(first=draft)
+    return *earlier, last._replace(stop=start), last._replace(first=start)
 
 
 _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1

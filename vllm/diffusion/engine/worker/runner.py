@@ -73,7 +73,7 @@ class DiffusionModelRunner:
             request gets the number of drafts that it asks for.
 
     Attributes:
-        splits_drafts: whether rows that only draft come last in a step.
+        splits_tails: whether tails (`ForwardTarget.tail_start`) come last in a step.
         guests: capabilities of some requests that take part in steps; see `join`.
         epoch: number of times that cached results were dropped.
         usage: memory usage of the latest collected step.
@@ -81,7 +81,7 @@ class DiffusionModelRunner:
 
     # Set by the worker. Worker extensions of trainers read it here.
     vllm_config: VllmConfig
-    splits_drafts = False
+    splits_tails = False
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class DiffusionModelRunner:
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
         """Pack the next forwards of these items."""
         shift, pages = self.model.family.logit_shift, self.caches.table
-        batch = build_batch(items, shift, pages, self._packing, splits_drafts=self.splits_drafts)
+        batch = build_batch(items, shift, pages, self._packing, splits_tails=self.splits_tails)
         self._packing = batch.packing
         return batch
 

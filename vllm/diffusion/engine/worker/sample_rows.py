@@ -219,7 +219,7 @@ class _PartBuilder:
         prompt_length, places = self._batch.items[number].prompt_length, []
         shift = 1 if self._batch.targets[number].is_causal else self._batch.logit_shift
         packing, count = self._batch.packing, positions.size
-        drafts = packing.drafts[number]
+        drafts = packing.tails[number]
         if drafts is not None:
             count = int(np.searchsorted(positions - shift, drafts.first))
         for sequence in packing.of_requests[number]:
