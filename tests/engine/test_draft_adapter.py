@@ -239,6 +239,8 @@ def test_a_plain_qwen3_with_an_adapter(plain: tuple[Path, list[Response]], tmp_p
     with running(folder, additional_config={"dllm": settings}, hf_overrides=overrides) as engine:
         assert engine.runner.model.family.name == "idlm"
         answers = engine.ask(*ASKS)
+        branched = [Request(a.prompt, {**a.extra, "draft_branches": "all"}) for a in ASKS[:3]]
+        assert ids([engine.ask(one)[0] for one in branched]) == ids(answers[:3])
     assert ids(answers) == ids(plain[1])
     assert forwards(answers) != forwards(plain[1])
 
