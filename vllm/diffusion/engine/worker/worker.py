@@ -112,7 +112,8 @@ class DiffusionWorker(AdapterWorker):
             adapters=adapters,
         )
         self.model_runner.vllm_config = self.vllm_config
-        loop = StepLoop if adapters is None else AdaptingLoop
+        has_reader = adapters is not None and adapters.reader is not None
+        loop = AdaptingLoop if has_reader else StepLoop
         self.loop = loop(
             self.model_runner,
             agreement,
