@@ -118,7 +118,10 @@ class DiffusionWorker(AdapterWorker):
             self.model_runner,
             agreement,
             runs_ahead=device.type == "cuda",
-            limits=StepLimits(rows=buckets_of(model.config).windows[-1]),
+            limits=StepLimits(
+                rows=buckets_of(model.config).windows[-1],
+                holds_for_all=model.config.family.is_open,
+            ),
         )
         if self.is_driver_worker:
             budget = self.model_runner.pool.budget_bytes
