@@ -132,11 +132,8 @@ def test_bf16(load_model: Callable[..., Any], folder: Path, network: Any) -> Non
 
 
 def test_fp8(load_model: Callable[..., Any], tmp_path: Path) -> None:
-    """Weights in fp8 change logits by little more than their rounding.
-
-    The experts' width is a little smaller than the kernel requires, so zeros are added.
-    """
-    folder = make_gemma(tmp_path, moe_intermediate_size=120)
+    """Weights in fp8 change logits by little more than their rounding."""
+    folder = make_gemma(tmp_path)
     network = load_network(folder)
     prompt, canvas = some_tokens(30, 5), some_tokens(CANVAS, 6)
     soft = torch.randn(CANVAS, 256, generator=torch.Generator().manual_seed(8))
@@ -144,7 +141,6 @@ def test_fp8(load_model: Callable[..., Any], tmp_path: Path) -> None:
     model = load_model(folder, "bfloat16", quantization="fp8")
     experts = model.layers[0].experts
     assert model.is_fp8 and experts.w1.matrices.quantises
-    assert experts.w2.matrices.depth == 128
     error = our_logits(model, prompt, canvas, soft).double() - exact
     assert error.norm() <= 0.3 * exact.norm()  # some rows choose other experts
 
