@@ -111,9 +111,9 @@ def test_canvases_and_log_probabilities_are_the_same(engine: Engine) -> None:
 def test_memory_of_pages_is_lent(engine: Engine, wanted: list[Response]) -> None:
     """All kinds of pages come back: those of requests, of drafts, and of layers with a window."""
     store = engine.runner.caches
+    assert engine.is_idle()
     sizes = store.num_pages, store.windows.num_pages, len(store.free)
     assert sizes[2] > 0
-    assert engine.is_idle()
     engine.llm.sleep(level=0)
     engine.core.release_kv_cache_memory()
     assert store.reserved_bytes == 0
