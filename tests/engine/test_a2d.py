@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from reference.models import A2DReference, load_reference
 
-from tests.checkpoint_files import change_json
-from tests.checkpoints import make_checkpoint, random_prompt
+from tests.checkpoints import random_prompt
 from tests.engine.harness import BLOCKS, NOISY, Engine, Request, assert_parity, running
 
 CASES: dict[str, dict[str, Any]] = {
@@ -68,11 +67,3 @@ def test_answers_begin_without_a_thought_unless_asked(
     ]
     assert "<think>\n\n</think>" in texts[0]
     assert "<think>" not in texts[1]
-
-
-def test_block_diffusion_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, family="a2d_qwen3")
-    change_json(folder, block_size=32)
-    refused = pytest.raises(Exception, match=r"block_size 32.*wanted mdlm")
-    with refused, running(folder):
-        pass

@@ -17,7 +17,7 @@ from tests.engine.cases import SERVED
 from tests.engine.harness import BLOCKS, Request, as_request, record, running, sampling_params
 from tests.pages import NO_PAGES
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.adapted_rows import StepSlots
+from vllm.diffusion.adapters.adapted_rows import RowSlots, StepSlots
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
@@ -57,8 +57,8 @@ def adapted_batch(lengths: Sequence[int], slots: Sequence[int | None]) -> StepBa
     pairs = sorted(zip(lengths, slots, strict=True), key=lambda pair: _order(pair[1]))
     made = [canvas(length, str(i)) for i, (length, _) in enumerate(pairs)]
     batch = build_batch(made, 0, NO_PAGES)
-    ends = np.cumsum([length for length, _ in pairs]).tolist()
-    return replace(batch, slots=StepSlots.of([slot for _, slot in pairs], ends))
+    ends, of_items = np.cumsum([length for length, _ in pairs]), [slot for _, slot in pairs]
+    return replace(batch, slots=StepSlots(tuple(of_items), RowSlots.of(of_items, ends.tolist())))
 
 
 def test_a_bucket_has_tiles_for_every_batch_that_fits() -> None:

@@ -59,8 +59,10 @@ def test_two_ranks(folders: dict[str, Path]) -> None:
     with running(folders["flat"], tensor_parallel_size=2) as engine:
         for more in ({}, drawn):
             asks = [ask(30, "autoregressive", **more), *(ask(30, stride=n, **more) for n in (2, 8))]
+            asks.append(ask(30, stride=4, draft_branches="all", **more))
             answers = engine.ask(*asks)
-            assert ids(answers) == [answers[0].token_ids] * 3
+            assert ids(answers) == [answers[0].token_ids] * 4
+            assert answers[3].report["cold_forwards"] == 1
         (of_two,) = engine.ask(ratio)
     with running(folders["flat"]) as engine:
         assert ids(engine.ask(ratio)) == [of_two.token_ids]
@@ -95,7 +97,9 @@ def ids(answers: list[Response]) -> list[list[int]]:
 
 def one_by_one(one: Request) -> Request:
     """Return the same request, decoded one token at a time."""
-    extra = {k: v for k, v in one.extra.items() if k not in ("stride", "acceptance")}
+    extra = {
+        k: v for k, v in one.extra.items() if k not in ("stride", "acceptance", "draft_branches")
+    }
     return Request(one.prompt, {**extra, "algorithm": "autoregressive"})
 
 
@@ -187,6 +191,50 @@ def test_edits_count_the_drafts_before_a_row(
         asks += [ask(12 + seed, stride=stride, **more) for stride in (2, 4, 16)]
     wanted = ids(engine.ask(*plain))
     assert ids(engine.ask(*asks)) == [one for one in wanted for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def roomy(folders: dict[str, Path]) -> Iterator[Engine]:
+    """Start an engine that has pages for branches."""
+    with running(folders["flat"], num_gpu_blocks_override=600) as started:
+        yield started
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_branches_change_no_token(
+    roomy: Engine, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a wrong draft the next pass has drafts, too, so fewer passes are needed."""
+    engine = roomy
+    monkeypatch.setattr(engine.loop, "runs_ahead", ahead)
+    for stride in (2, 4, 5):
+        asks = [
+            ask(
+                5 + seed,
+                prompt_seed=seed,
+                seed=seed,
+                stride=stride,
+                temperature=(0, 0.7, 1.3)[seed % 3],
+            )
+            for seed in range(6)
+        ]
+        branched = [Request(a.prompt, {**a.extra, "draft_branches": "all"}) for a in asks]
+        wanted = ids(engine.ask(*map(one_by_one, asks)))
+        last = [engine.ask(one)[0] for one in asks]
+        alone = [engine.ask(one)[0] for one in branched]
+        assert ids(last) == ids(alone) == wanted
+        assert sum(a.num_forwards or 0 for a in alone) < sum(a.num_forwards or 0 for a in last)
+        assert [a.report["cold_forwards"] for a in alone] == [1] * len(asks)
+        assert ids(engine.ask(*branched)) == wanted
+        assert ids(engine.ask(*branched, *asks)) == 2 * wanted
+        assert ids([engine.ask(uncached(one))[0] for one in branched[:2]]) == wanted[:2]
+        traced = Request(branched[1].prompt, {**branched[1].extra, "return_trajectory": True})
+        actual, plain = (a.report["trajectory"] for a in engine.ask(traced, one_by_one(traced)))
+        torch.testing.assert_close(
+            torch.tensor(actual["logprobs"]), torch.tensor(plain["logprobs"]), atol=1e-4, rtol=1e-4
+        )
+        assert max(actual["commit_steps"]) == actual["num_steps"] < plain["num_steps"]
+    assert engine.is_idle()
 
 
 def test_many_seeds(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.adapter_files import random_adapter, save_adapter
 from tests.models.support import Recorder, engine_config
-from vllm.diffusion.adapters.adapted_rows import StepSlots
+from vllm.diffusion.adapters.adapted_rows import RowSlots
 from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
 from vllm.diffusion.adapters.matrices import Shard
 from vllm.diffusion.adapters.slot_memory import SlotMemory
@@ -71,7 +71,7 @@ def test_stages_take_what_is_planned(
     rotary = model.rotary(torch.arange(rows))
     product = torch.zeros(rows, 2 * model.num_kv_heads * model.head_dim)
     wrote, attended, fed, headed = Largest(), Largest(), Largest(), Largest()
-    with model.adapting.sampling(StepSlots.of([0], [rows]), [(0, slice(0, rows), None)]):
+    with model.adapting.sampling(RowSlots.of([0], [rows])):
         layer.attention.keys_values(x, rotary, product, wrote)
         _, k, v = layer.attention.split(product)
         keys = AttentionLayout.of([Span(0, rows, 0, rows)], "cpu")

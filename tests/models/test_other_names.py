@@ -14,8 +14,8 @@ from tests.models.support import engine_config
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.models.config_keys import suspicious_keys
-from vllm.diffusion.process.other_names import refuse_unsupported
-from vllm.diffusion.request.families import IDLM
+from vllm.diffusion.process.other_names import missing_values, refuse_unsupported
+from vllm.diffusion.request.families import IDLM, family_of
 
 SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -36,11 +36,9 @@ def refuse(
     has_mask: bool = False,
     has_adapter: bool = False,
     generates: bool = True,
-    name: str = "/models/some",
 ) -> None:
     refuse_unsupported(
         config,
-        name=name,
         has_mask_token=lambda: has_mask,
         has_adapter=lambda: has_adapter,
         generates=generates,
@@ -63,11 +61,6 @@ def refuse(
             {"architectures": ["EfficientDLM"], "model_type": "qwen3"},
             "EfficientDLM: this checkpoint is Efficient-DLM, a diffusion model",
         ),
-        (
-            {**A2D, "a2d_kind": "bd3lm"},
-            "a2d_kind: given bd3lm (a2d_kind bd3lm); wanted mdlm: block diffusion of A2D models",
-        ),
-        ({**A2D, "block_size": 32}, "a2d_kind: given bd3lm (block_size 32); wanted mdlm"),
     ],
 )
 def test_other_models_are_refused_by_name(config: dict[str, Any], message: str) -> None:
@@ -89,12 +82,25 @@ def test_other_models_are_refused_by_name(config: dict[str, Any], message: str) 
     ],
 )
 def test_the_last_name_of_a_training_decides_for_a2d(name: str, is_masked: bool) -> None:
-    if is_masked:
-        refuse(A2D, name=name)
-    else:
-        with pytest.raises(ServerConfigError, match="wanted mdlm"):
-            refuse(A2D, name=name)
-    refuse({**A2D, "a2d_kind": "mdlm"}, name=name)
+    assert missing_values(A2D, name) == ({} if is_masked else {"block_size": 32})
+    assert missing_values({**A2D, "a2d_kind": "mdlm"}, name) == {}
+    assert missing_values({**A2D, "a2d_kind": "bd3lm"}, name) == {"block_size": 32}
+    assert missing_values({**A2D, "block_size": 16}, name) == {}
+    assert missing_values({**A2D, "a2d_kind": "mdlm", "block_size": 4}, name) == {
+        "block_size": None
+    }
+    assert missing_values(SDAR, name) == missing_values(QWEN3, name) == {}
+
+
+def test_a_plain_qwen3_with_an_adapter_for_drafts_is_an_idlm() -> None:
+    own = {"architectures": ["SDARForCausalLM"], "use_regular_causal": True}
+    for config, mask in ((QWEN3, {"mask_token_id": 151669}), ({**QWEN3, "mask_token_id": 7}, {})):
+        values = missing_values(config, "some", has_draft_adapter=True)
+        assert values == own | mask
+        assert family_of(values["architectures"], None, {**config, **values}) is IDLM
+        refuse({**config, **values}, has_adapter=True)
+    for other in (QWEN2, SDAR):
+        assert missing_values(other, "some", has_draft_adapter=True) == {}
 
 
 @pytest.mark.parametrize("block_size", [None, 4, 8, 16, 32, 64])

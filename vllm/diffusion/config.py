@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs as upstream_envs
 from vllm import platforms
 from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.diffusion.adapters.lora_flags import check_flags
+from vllm.diffusion.adapters.draft_adapter import DraftAdapter, draft_adapter_in
+from vllm.diffusion.adapters.lora_flags import SlotSizes, check_flags, slot_sizes
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import (
     InvalidParameterError,
@@ -212,6 +213,24 @@ def family_of(vllm_config: VllmConfig) -> Family | None:
     return families.family_of(config.architectures, config.model_type, vars(config))
 
 
+def slots_of(vllm_config: VllmConfig) -> SlotSizes | None:
+    """Return the sizes of the slots for adapters; None in an engine without adapters.
+
+    Raises:
+        ServerConfigError: naming what is wrong with the adapter for drafts.
+    """
+    family, given = family_of(vllm_config), settings_of(vllm_config).draft_adapter
+    folder = None if family is None else family.draft_folder
+    if given is not None and folder is None:
+        name = "of another family" if family is None else f"of family {family.name}"
+        wanted = f"wanted none: a model {name} makes no drafts"
+        raise ServerConfigError(f"draft_adapter: given {given!r}; {wanted}")
+    draft = None if given is None else DraftAdapter(given)
+    if draft is None and folder is not None:
+        draft = draft_adapter_in(vllm_config.model_config.model, folder)
+    return slot_sizes(vllm_config, draft)
+
+
 def served_model(vllm_config: VllmConfig) -> ServedModel:
     """Return the facts about the model on which decisions about requests depend."""
     model = vllm_config.model_config
@@ -225,6 +244,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     ids = _special_ids(model, generation, family)
     vocab_size = config.architecture.num_embeddings
     encode = None if model.skip_tokenizer_init else partial(_encode, model)
+    slots = slots_of(vllm_config)
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
     defaults = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
     if family.is_open:
@@ -245,6 +265,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         block_unit=max(config.architecture.scoring.window, 1),
         fp8_from=settings.fp8_attention_min_tokens,
         cuts_steps=settings.longest_pause_ms > 0,
+        has_draft_adapter=slots is not None and slots.draft is not None,
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
     )
@@ -345,6 +366,8 @@ class Settings:
         weight_update_root: folder below which updates by `disk` may read; None allows no such
             updates.
         adapter_root: folder below which adapters may be loaded at run time; None allows any.
+        draft_adapter: folder, or name on the Hub, of the adapter for drafts; None takes that in the
+            checkpoint's folder, if there is one.
         weight_update_complete: whether an update must contain every tensor.
         decisions_joint: whether the questions of a call of `/v1/decisions` share a sequence unless
             the request sets `joint`, in full-attention families.
@@ -365,6 +388,7 @@ class Settings:
     family: str | None = None
     weight_update_root: str | None = None
     adapter_root: str | None = None
+    draft_adapter: str | None = None
     weight_update_complete: bool = False
     decisions_joint: bool = True
     decisions_least_mass: float = 0.0
@@ -402,11 +426,10 @@ class Settings:
         if parsed.sequence_parallel_min_tokens is not None:
             _check_count("sequence_parallel_min_tokens", parsed.sequence_parallel_min_tokens, 0)
         _check_number("decisions_least_mass", parsed.decisions_least_mass, 0, 1)
-        calibration = parsed.decision_calibration
-        if calibration is not None and not (isinstance(calibration, str) and calibration):
-            raise ServerConfigError(
-                f"dllm settings: decision_calibration: given {calibration!r}; wanted a path"
-            )
+        for name in ("decision_calibration", "draft_adapter"):
+            path = getattr(parsed, name)
+            if path is not None and not (isinstance(path, str) and path):
+                raise ServerConfigError(f"dllm settings: {name}: given {path!r}; wanted a path")
         names = ("page", "fp8_head", "weight_update_complete", "decisions_joint", "weighs_guesses")
         for name in names:
             given = getattr(parsed, name)

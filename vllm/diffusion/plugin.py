@@ -96,7 +96,7 @@ def _check_engines_first() -> None:
         preflight.check_model(
             engine.model, is_speculating=any(speculation), load_format=str(engine.load_format)
         )
-        _refuse_other_names(engine)
+        _check_names(engine)
         try:
             config = create(engine, *args, **kwargs)
         except ImportError as error:  # a quantisation, loader or parser from a missing package
@@ -114,8 +114,12 @@ def _check_engines_first() -> None:
     EngineArgs.create_engine_config = create_checked
 
 
-def _refuse_other_names(engine: EngineArgs) -> None:
-    """Refuse a diffusion model that has the name of another model, before it is configured."""
+def _check_names(engine: EngineArgs) -> None:
+    """Refuse a diffusion model that has the name of another model, before it is configured.
+
+    If only the name of a checkpoint states which model it is, overrides of config.json say so.
+    """
+    from vllm.diffusion.config import Settings, server_settings
     from vllm.diffusion.process import other_names
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
@@ -126,6 +130,14 @@ def _refuse_other_names(engine: EngineArgs) -> None:
         _refuse_without_kernels(engine.model)
         return
     overrides = engine.hf_overrides if isinstance(engine.hf_overrides, dict) else {}
+    settings = Settings.of(server_settings(engine.additional_config))
+    missing = other_names.missing_values(
+        {**config, **overrides},
+        engine.model,
+        has_draft_adapter=settings.draft_adapter is not None,
+    )
+    if missing:
+        overrides = engine.hf_overrides = {**overrides, **missing}
 
     def has_mask_token() -> bool:
         tokenizer = engine.tokenizer or engine.model
@@ -140,7 +152,6 @@ def _refuse_other_names(engine: EngineArgs) -> None:
 
     other_names.refuse_unsupported(
         {**config, **overrides},
-        name=engine.model,
         has_mask_token=has_mask_token,
         has_adapter=has_adapter,
         generates=engine.runner != "pooling" and engine.convert in ("auto", "none"),

@@ -50,6 +50,16 @@ class RowSlots(NamedTuple):
     runs: tuple[Run, ...] = ()
     num_rows: int = 0
 
+    @classmethod
+    def of(cls, slots: Iterable[int | None], ends: Iterable[int]) -> RowSlots:
+        """Return the slots of rows that end at `ends`; None for rows without an adapter."""
+        runs, start = list[Run](), 0
+        for slot, end in zip(slots, ends, strict=True):
+            if slot is not None:
+                _append(runs, Run(slot, start, end))
+            start = end
+        return cls(tuple(runs), start)
+
     def table(self, size: int) -> Array:
         """Return the table of tiles of at most `size` rows."""
         return ops.tile_table(self.runs, self.num_rows, size)
@@ -61,33 +71,24 @@ class StepSlots(NamedTuple):
     Attributes:
         of_items: per item of the step, its slot; None for an item without an adapter.
         rows: the slots of its rows.
+        of_drafts: slot of rows that only draft; None if an item's slot is that of all its rows.
     """
 
     of_items: tuple[int | None, ...] = ()
     rows: RowSlots = RowSlots()
+    of_drafts: int | None = None
 
-    @classmethod
-    def of(cls, slots: Iterable[int | None], ends: Sequence[int]) -> StepSlots:
-        """Return the slots of items whose rows end at `ends`, one item after the other."""
-        of_items, start = tuple(slots), 0
-        runs = list[Run]()
-        for slot, end in zip(of_items, ends, strict=True):
-            if slot is not None:
-                _append(runs, Run(slot, start, end))
-            start = end
-        return cls(of_items, RowSlots(tuple(runs), start))
-
-    def of_pieces(self, pieces: Iterable[Piece]) -> RowSlots:
-        """Return the slots of a part of the sample rows."""
-        runs, num_rows = list[Run](), 0
-        for item, *ranges in pieces:
+    def of_pieces(self, pieces: Iterable[Piece], num_drafts: Sequence[int] = ()) -> RowSlots:
+        """Return the slots of a part of the sample rows; arguments as in `SamplePart`."""
+        slots, ends = list[int | None](), list[int]()
+        for index, (item, *ranges) in enumerate(pieces):
             slot = self.of_items[item] if self.of_items else None
+            num_last = num_drafts[index] if self.of_drafts is not None else 0
             for rows in ranges:
                 if rows is not None:
-                    num_rows = rows.stop
-                    if slot is not None:
-                        _append(runs, Run(slot, rows.start, rows.stop))
-        return RowSlots(tuple(runs), num_rows)
+                    slots += (slot, self.of_drafts)
+                    ends += (rows.stop - num_last, rows.stop)
+        return RowSlots.of(slots, ends)
 
 
 class _Current(NamedTuple):
@@ -104,10 +105,11 @@ class AdaptedRows:
     Args:
         num_slots: number of slots.
         device: device of the model.
+        draft_slot: slot of rows that only draft; None if they use that of their request.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num_slots, self._device = num_slots, device
+    def __init__(self, num_slots: int, device: torch.device, draft_slot: int | None = None) -> None:
+        self.num_slots, self._device, self.draft_slot = num_slots, device, draft_slot
         self._step, self._current = StepSlots(), _Current()
         self._captured: ops.Tiles | None = None
         self._tables: _Tables = {}
@@ -192,14 +194,14 @@ class AdaptedRows:
     def of_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield parts of the sample rows (`SamplePart`); each is announced when it is yielded."""
         for part in parts:
-            slots = self._step.of_pieces(part.pieces)  # type: ignore[attr-defined]
+            slots = self._step.of_pieces(part.pieces, part.num_drafts)  # type: ignore[attr-defined]
             self._turn_to(slots, slice(0, slots.num_rows))
             yield part
 
     @contextmanager
-    def sampling(self, step: StepSlots, pieces: Sequence[Piece]) -> Iterator[None]:
+    def sampling(self, slots: RowSlots) -> Iterator[None]:
         """Announce the rows of a part of the sample rows while it is sampled."""
-        before, slots = self._current, step.of_pieces(pieces)
+        before = self._current
         self._turn_to(slots, slice(0, slots.num_rows))
         try:
             yield

@@ -106,6 +106,7 @@ class KnownAdapters:
     Args:
         most: most adapters on the host.
         slots: memory of the device.
+        num_slots: number of its slots, from 0, for these adapters.
 
     Attributes:
         evicted: name, and the files that were read, of each adapter that has lost its place.
@@ -117,11 +118,11 @@ class KnownAdapters:
         news: what has happened since the last report.
     """
 
-    def __init__(self, most: int, slots: SlotMemory) -> None:
+    def __init__(self, most: int, slots: SlotMemory, num_slots: int) -> None:
         self._most, self._slots = most, slots
         self._known: dict[int, KnownAdapter] = {}  # least recently used first
-        self._placed: list[int | None] = [None] * slots.num_slots  # numbers, by slot
-        self._slots_by_use: dict[int, None] = dict.fromkeys(range(slots.num_slots))
+        self._placed: list[int | None] = [None] * num_slots  # numbers, by slot
+        self._slots_by_use: dict[int, None] = dict.fromkeys(range(num_slots))
         self.evicted: dict[int, tuple[str, Stamp]] = {}
         self.running: dict[str, int] = {}
         self.awaited: Set[int] = frozenset()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server's flags say about adapters."""
+"""What a server's flags say about adapters, and the sizes of their slots."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.diffusion.adapters.matrices import Matrices
 from vllm.diffusion.adapters.peft_files import AdapterReader
@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.lora import LoRAConfig
+    from vllm.diffusion.adapters.draft_adapter import DraftAdapter
 
 logger = init_logger(__name__)
 
@@ -70,6 +71,40 @@ def reader_of(vllm_config: VllmConfig) -> AdapterReader | None:
 def matrices_of(lora: LoRAConfig, config: Any) -> Matrices:
     """Return the matrices that a server's adapters may change."""
     return Matrices(config, lora.target_modules)
+
+
+class SlotSizes(NamedTuple):
+    """Sizes of the slots of an engine.
+
+    Attributes:
+        matrices: the matrices that some adapter may change.
+        num_requested: number of slots for adapters of requests.
+        max_rank: highest rank of an adapter.
+        draft: the adapter for drafts, whose slot follows; None without one.
+    """
+
+    matrices: Matrices
+    num_requested: int
+    max_rank: int
+    draft: DraftAdapter | None
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_requested + (self.draft is not None)
+
+
+def slot_sizes(vllm_config: VllmConfig, draft: DraftAdapter | None) -> SlotSizes | None:
+    """Return the sizes of the slots; None in an engine without adapters."""
+    lora, config = vllm_config.lora_config, vllm_config.model_config.hf_config
+    if lora is None:
+        if draft is None:
+            return None
+        return SlotSizes(Matrices(config, draft.sizes.modules), 0, draft.sizes.rank, draft)
+    modules, rank = lora.target_modules, lora.max_lora_rank
+    if draft is not None:
+        modules = modules and [*modules, *draft.sizes.modules]
+        rank = max(rank, draft.sizes.rank)
+    return SlotSizes(Matrices(config, modules), lora.max_loras, rank, draft)
 
 
 def _shown(value: Any) -> str:

@@ -86,6 +86,32 @@ class Adapter:
         return sum(one.down.nbytes + one.up.nbytes for one in self.low_ranks.values())
 
 
+class Sizes(NamedTuple):
+    """What the memory of an adapter depends on.
+
+    Attributes:
+        rank: the highest rank of its matrices.
+        modules: last parts of the names of the modules that it changes, sorted.
+    """
+
+    rank: int
+    modules: tuple[str, ...]
+
+
+def sizes_of(path: str) -> Sizes:
+    """Return the sizes of the adapter in a folder.
+
+    Raises:
+        AdapterError: the folder has no adapter in PEFT's format.
+    """
+    with _opened(path) as (given, tensors):
+        config = _config_of(given)
+        modules = {_module_and_part(name)[0] for name in tensors.names}
+        ranks = [config.get_rank_and_scaling(module)[0] for module in modules]
+        names = sorted({module.rpartition(".")[2] for module in modules})
+        return Sizes(max(ranks, default=config.r), tuple(names))
+
+
 @dataclass(frozen=True)
 class AdapterReader:
     """Reads the adapters that a server accepts.

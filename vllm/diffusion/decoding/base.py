@@ -44,7 +44,8 @@ class ForwardTarget(NamedTuple):
         fill_end: position before which the fill ends; None for the end of the sequence.
         is_causal: in families with causal context: whether positions attend only to earlier
             positions, so that the row before a position predicts its candidate.
-        is_adapted: whether the rows use the adapter of the checkpoint, if it has one.
+        tail_start: first position of the tail, the last rows of a window, which only draft. They
+            use the adapter for drafts, if there is one. None without a tail.
     """
 
     eligible: Array
@@ -52,7 +53,7 @@ class ForwardTarget(NamedTuple):
     fill: tuple[int, int | Array] | None = None
     fill_end: int | None = None
     is_causal: bool = False
-    is_adapted: bool = False
+    tail_start: int | None = None
 
 
 class Candidates(NamedTuple):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of block-causal families: an absolute grid, filled from left to right.
+"""Blocks of block-causal families: a grid, filled from left to right.
 
-Position p is in block p // block_length. The answer may end inside the last block, which is decoded
-up to the end of the answer.
+With `block_grid` "start", position p is in block p // block_length. With "answer" the prompt ends
+with a block, so the first block may be shorter. The answer may end inside the last block, which is
+decoded up to the end of the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class GridRule(DecodingRule):
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
-        self.scoring = replace(self.drawn, scores_all=not params.scores_after_filters)
+        draw = "gumbel" if params.scores_clean else self.drawn.draw
+        self.scoring = replace(self.drawn, draw=draw, scores_all=not params.scores_after_filters)
+        # Number of positions that the first block lacks.
+        self._offset = params.block_offset(prompt_length)
         self.start = self._first = -1  # start of the active block, and its first masked position
         self._rows = (0, 0)  # rows of the active block
         self.step = 0  # number of forwards of the active block so far
@@ -61,7 +65,7 @@ class GridRule(DecodingRule):
             return None
         if start != self.start:
             self.start, self.step, self.forbid_mask = start, 0, False
-            self._rows = start, start + self.params.block_length
+            self._rows = start, self.block_end(start)
         return self.target(masked)
 
     def target(self, masked: Array) -> ForwardTarget:
@@ -81,7 +85,7 @@ class GridRule(DecodingRule):
         self.step += 1
         self.forbid_mask = not has_changes
         if not left.size:
-            self._first_block = self.start + self.params.block_length
+            self._first_block = self.block_end(self.start)
             return self.prepare(tokens)
         before, self._first = self._first, int(left[0])
         if self._first > before and self._ends_within(tokens, before, self._first):
@@ -101,7 +105,7 @@ class GridRule(DecodingRule):
         masked = self._masked_of_block(tokens)
         # Usually the next block has masked positions.
         if not masked.size:
-            self._first_block += self.params.block_length
+            self._first_block = self.block_end(self._first_block)
             masked = self._masked_of_block(tokens)
         if not masked.size:
             self._first_block = self._next_block(tokens)
@@ -111,19 +115,24 @@ class GridRule(DecodingRule):
 
     def _masked_of_block(self, tokens: Array) -> Array:
         start = self._first_block
-        block = tokens[start : start + self.params.block_length]
+        block = tokens[start : self.block_end(start)]
         masked: Array = (block == self._mask).nonzero()[0]
         masked += start
         return masked
 
     def _next_block(self, tokens: Array) -> int:
         """Return the start of the next block with masked positions, or the end of the sequence."""
-        start = self._first_block + self.params.block_length
+        start = self.block_end(self._first_block)
         masked = tokens[start:] == self._mask
         return self._block_start(start + int(masked.argmax())) if masked.any() else len(tokens)
 
+    def block_end(self, position: int) -> int:
+        """Return the end of the block of a position."""
+        length = self.params.block_length
+        return position + length - (position + self._offset) % length
+
     def _block_start(self, position: int) -> int:
-        return position // self.params.block_length * self.params.block_length
+        return max(self.block_end(position) - self.params.block_length, 0)
 
     def _is_over(self, tokens: Array, first: int) -> bool:
         """Whether the answer ends before the first masked position."""

@@ -55,6 +55,8 @@ class Introspective(SelfSpeculation):
         # At temperature 0 both kinds of acceptance are the same.
         self.adjusts_logits = params.acceptance == "ratio" and params.temperature > 0
         self._num_forwards = 0
+        # Drafts before the first wrong one in the latest forward; None if all were right.
+        self.num_right: int | None = None
         # Distributions [V] of the drafts, and of the drafts that this forward makes, by position.
         self._distributions: dict[int, torch.Tensor] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -67,13 +69,36 @@ class Introspective(SelfSpeculation):
             return None
         stop = start + (1 if start == self.prompt_length else self._drafts.size + self._stride)
         first = 0 if start == self.prompt_length else start - 1
-        return ForwardTarget(np.arange(start, stop), (first, stop - 1), is_causal=True)
+        rows, tail_start = (first, stop - 1), start + self._drafts.size
+        return ForwardTarget(np.arange(start, stop), rows, is_causal=True, tail_start=tail_start)
+
+    def branches(self, target: ForwardTarget) -> list[ForwardTarget]:
+        """Return the targets of rows that draft after the first 0, 1, ... drafts of a forward.
+
+        `target` is that of the forward. Its own masks draft after all drafts.
+        """
+        if not target.eligible.size:
+            return []
+        first, targets = self._next, list[ForwardTarget]()
+        for place in range(first, first + self._drafts.size):
+            stop = place + self._stride
+            rows = first - 1, stop - 1
+            eligible = np.arange(place + 1, stop)
+            targets.append(ForwardTarget(eligible, rows, is_causal=True, tail_start=place))
+        return targets
+
+    def resume(self, drafts: Array) -> Array:
+        """Set the drafts after the latest token, and return them."""
+        self._drafts = drafts
+        self.num_unconfirmed = min(drafts.size, max(self._end - self._next, 0))
+        return drafts
 
     def decide(self, candidates: Candidates) -> Commit:
         self.forbade_mask = True
         drafts, tokens = self._drafts, candidates.tokens
         differ = (drafts != tokens[: drafts.size]).nonzero()[0]
         count = int(differ[0]) + 1 if differ.size else drafts.size + 1
+        self.num_right = count - 1 if differ.size else None
         is_cold = not drafts.size and self._next > self.prompt_length
         new = {"drafts_tried": drafts.size, "drafts_held": count - 1, "cold_forwards": is_cold}
         self.report = {name: number + new[name] for name, number in self.report.items()}

@@ -48,7 +48,7 @@ class JointThreshold(GridRule):
         if not self._is_active:
             self._is_active, self.start, self.step = True, start, 0
             self.forbid_mask, self._num_post_steps = False, 0
-        end = start + self.params.block_length
+        end = self.block_end(start)
         self._before = tokens[start:end].copy()
         positions = np.arange(start, end)
         may_change = (self._before == self.params.mask_id) | (positions >= self.prompt_length)

@@ -59,13 +59,11 @@ class SeededQuota(Quota):
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
         self._first_block = prompt_length
+        self._offset = -prompt_length % params.block_length
         self._budget = ThinkingBudget(params, prompt_length)
         # Position of the end of thinking in the block whose seed comes next.
         self._think_end: int | None = None
         self._is_seed = False  # whether the forward is for a seed
-
-    def _block_start(self, position: int) -> int:
-        return position - (position - self.prompt_length) % self.params.block_length
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         target = super().prepare(tokens)

@@ -65,7 +65,7 @@ class SelfSpeculation(DecodingRule):
         masked = (block == self._mask).nonzero()[0]
         if masked.size:
             self._is_drafting = True
-            return ForwardTarget(start + masked, rows, is_adapted=True)
+            return ForwardTarget(start + masked, rows, tail_start=rows[0])
         self._drafted = block.copy()
         return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
 

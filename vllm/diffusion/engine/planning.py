@@ -16,9 +16,8 @@ import psutil
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.lora_flags import matrices_of
 from vllm.diffusion.adapters.matrices import HEAD
-from vllm.diffusion.config import row_budget, settings_of
+from vllm.diffusion.config import row_budget, settings_of, slots_of
 from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.config import VllmConfig
-    from vllm.config.lora import LoRAConfig
+    from vllm.diffusion.adapters.lora_flags import SlotSizes
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import Architecture, DiffusionConfig
@@ -83,7 +82,8 @@ def demand_of(params: DiffusionParams, num_prompt_tokens: int, *, adapts: bool =
     """
     if params.is_block_causal and (params.score is None or params.cache == "exact"):
         return _demand_in_blocks(params, num_prompt_tokens, adapts=adapts)
-    length = num_positions(_visibility_of(params), num_prompt_tokens, params.gen_length)
+    visibility = _visibility_of(params, num_prompt_tokens)
+    length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     return Demand(
         length=length,
         sample_positions=length if params.allow_infill else params.gen_length,
@@ -103,7 +103,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
     computed once more together with the next block, like any other rows before the current block,
     and in parts if necessary.
     """
-    visibility = _visibility_of(params)
+    visibility = _visibility_of(params, num_prompt_tokens)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
     return Demand(
@@ -190,21 +190,21 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         head=_head_buffers(vllm_config, head),
         window_layers=config.window_layers(num_ranks),
     )
-    if vllm_config.lora_config is None:
+    slots = slots_of(vllm_config)
+    if slots is None:
         return shape
-    return replace(shape, adapted=_adapted(shape, vllm_config.lora_config, config, kinds, gate_up))
+    return replace(shape, adapted=_adapted(shape, slots, kinds, gate_up))
 
 
 def _adapted(
     shape: ModelShape,
-    lora: LoRAConfig,
-    config: DiffusionConfig,
+    slots: SlotSizes,
     kinds: Sequence[type[ops.Projection]],
     gate_up: ops.WeightSpec,
 ) -> ModelShape:
-    """Return the sizes of steps in which some rows have a LoRA adapter."""
+    """Return the sizes of steps in which some rows have an adapter."""
     num_parts = Counter[str]()
-    matrices = matrices_of(lora, config).allowed.values()
+    matrices = slots.matrices.allowed.values()
     of_products = Counter(matrix.product for matrix in matrices)
     for product, count in of_products.items():
         use = product.rpartition(".")[2]
@@ -212,7 +212,7 @@ def _adapted(
 
     def low(*uses: str) -> Listed:
         count = max(num_parts[use] for use in uses)
-        return (stages.low_rank(count * lora.max_lora_rank),) if count else ()
+        return (stages.low_rank(count * slots.max_rank),) if count else ()
 
     products = list[LinearBuffers]()
     for kind, plain in zip(kinds, shape.products, strict=True):
@@ -235,7 +235,7 @@ def _adapted(
                 keeps_plain=kind.quantises,
             )
         )
-    num_ranks = max(num_parts.values(), default=0) * lora.max_lora_rank
+    num_ranks = max(num_parts.values(), default=0) * slots.max_rank
     depth = max((matrix.num_columns for matrix in matrices), default=0)
     return replace(
         shape,
@@ -322,10 +322,11 @@ def _host_memory() -> int:
     return total
 
 
-def _visibility_of(params: DiffusionParams) -> Visibility:
+def _visibility_of(params: DiffusionParams, num_prompt_tokens: int) -> Visibility:
     """Return which positions of a request attend to which."""
     if params.has_causal_context:
         return CausalContext(params.block_length, is_open=params.is_open)
     if params.is_block_causal:
-        return BlockCausal(params.block_length, is_whole=params.completes_prompts)
+        offset = params.block_offset(num_prompt_tokens)
+        return BlockCausal(params.block_length, params.completes_prompts, offset)
     return FULL

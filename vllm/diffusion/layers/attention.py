@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.core.spans import KeySource, KeyTarget
     from vllm.diffusion.layers.norm import RMSNorm
-    from vllm.diffusion.layers.output_adapter import OutputAdapter
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.parallel.head_exchange import HeadExchange
 
@@ -55,7 +54,6 @@ class SelfAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     clip: float | None = None
-    adapter: OutputAdapter | None = None
     kernel: Callable[..., Tensor] = attend
 
     @property
@@ -136,7 +134,6 @@ class SelfAttention:
         *,
         updated: Tensor | None = None,
         exchange: HeadExchange | None = None,
-        num_adapter_rows: int = 0,
     ) -> None:
         """Add Wo attention(q, k, v) of one group of heads, summed over ranks, to `updated`.
 
@@ -150,8 +147,6 @@ class SelfAttention:
             updated: [R, D], written; None for x itself, which requires a single group.
             exchange: exchange with ranks that have other rows; `sources` then cover all ranks'
                 rows, for this rank's heads.
-            num_adapter_rows: number of rows at the end to which the adapter is applied, if
-                there is one; all rows if it is larger, none below 1.
         """
         if x.shape[0] == 0 and exchange is None:
             return
@@ -164,8 +159,6 @@ class SelfAttention:
                 exchanged = exchange.to_heads(q, buffers)
                 exchanged = _attend_all(exchanged, sources, buffers, self.kernel)
                 heads = exchange.to_rows(exchanged, q, buffers)
-            if self.adapter is not None and num_adapter_rows > 0:
-                self.adapter.add_to(x[-num_adapter_rows:], heads[-num_adapter_rows:].flatten(1))
             self.add(x if updated is None else updated, heads, group, buffers)
 
     def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:

@@ -73,7 +73,6 @@ class GemmaAttention(SelfAttention):
         *,
         updated: Tensor | None = None,
         exchange: HeadExchange | None = None,
-        num_adapter_rows: int = 0,
     ) -> None:
         own = [s._replace(k=self._own_heads(s.k), v=self._own_heads(s.v)) for s in sources]
         super().attend(x, rotary, own, q, buffers, group, updated=updated, exchange=exchange)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A2D, autoregressive models that were trained into masked diffusion models (dllm, 2025).
+"""A2D, autoregressive models that were trained into diffusion models (dllm, 2025).
 
-The transformers are Qwen3, Qwen2 and Llama without their causal masks. Logits at a position predict
+The transformers are Qwen3, Qwen2 and Llama without their causal masks. All positions attend to each
+other (mdlm), or to their own block and the blocks before it (bd3lm). Logits at a position predict
 the token at that position. Only the tokenizer defines the mask token. Source:
 https://github.com/ZHZisZZ/dllm, `pipelines/a2d`.
 """

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.base import DiffusionModel
 
 
-def install_adapters(model: DiffusionModel, slots: SlotMemory) -> None:
+def install_adapters(
+    model: DiffusionModel, slots: SlotMemory, draft_slot: int | None = None
+) -> None:
     """Make a model's products include the adapters in `slots`; before the first step.
 
-    Products that no adapter may change stay as they are.
+    Products that no adapter may change stay as they are. `draft_slot` is that of `AdaptedRows`.
     """
     device = model.rotary_frequencies.device
-    adapted = model.adapting = AdaptedRows(slots.num_slots, device)
+    adapted = model.adapting = AdaptedRows(slots.num_slots, device, draft_slot)
 
     def wrapped(base: ops.Projection, path: str, columns: int) -> ops.Projection:
         product = slots.products.get(path)

@@ -114,11 +114,6 @@ class DiffusionModel(Updatable):
         return self.layers[0].attention.qkv_proj.quantises
 
     @property
-    def has_adapter(self) -> bool:
-        """Whether an adapter is applied to the rows of some forwards."""
-        return self.layers[0].self_attn.adapter is not None
-
-    @property
     def routes_windows(self) -> bool:
         """Whether rows choose their experts together, by windows of consecutive rows."""
         return self.architecture.scoring.window > 0

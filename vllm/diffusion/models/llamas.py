@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of model type "llama" that belong to our families DiffuLLaMA or Stable-DiffCoder."""
+"""Checkpoints whose model type belongs to upstream, but that are models of our families.
+
+DiffuLLaMA and Stable-DiffCoder have Llama's model type, I-DLM may be a Qwen3 with an adapter.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def register_llama(model: ModelConfig) -> None:
-    """Convert the configuration of such a checkpoint to ours; keep any other Llama as it is.
+    """Convert the configuration of such a checkpoint to ours; keep any other model as it is.
 
     The architecture (from `--hf-overrides`, if given) determines the family. A plain Llama with a
     mask token is a DiffuLLaMA.
@@ -34,7 +37,7 @@ def register_llama(model: ModelConfig) -> None:
         return
     if model.runner_type != "generate":
         return
-    family = family_of(config.architectures, None)
+    family = family_of(config.architectures, None, vars(config))
     if family is None:
         if not _has_mask_token(model):
             return

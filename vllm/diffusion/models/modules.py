@@ -24,7 +24,6 @@ from vllm.model_executor.layers.linear import (
 )
 
 if TYPE_CHECKING:
-    from vllm.diffusion.layers.output_adapter import OutputAdapter
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -58,7 +57,6 @@ class AttentionWeights(nn.Module):
                 prefix=f"{prefix}.o_proj",
             )
         )
-        self.adapter: OutputAdapter | None = None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if architecture.norms_each_head:
@@ -80,7 +78,6 @@ class AttentionWeights(nn.Module):
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             clip=self.config.architecture.max_qkv,
-            adapter=self.adapter,
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:

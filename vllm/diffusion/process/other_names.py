@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of diffusion models that have the name of another model in config.json.
+"""Checkpoints of diffusion models whose config.json does not state which model they are.
 
-Such a checkpoint would be served without an error and with wrong answers, so it is refused at the
-start with the name of the model that it is.
+A checkpoint with the name of another model would be served without an error and with wrong answers,
+so it is refused at the start with the name of the model that it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.request.families import A2D_KIND, REGULAR_CAUSAL
+from vllm.diffusion.request.lengths import DEFAULT_BLOCK
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -25,15 +26,17 @@ _SDAR = "SDARForCausalLM"
 _QWENS = {"Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
 # Numbers of masks of a stride of I-DLM. SDAR has blocks of 4, 8, 16, 32 or 64 positions.
 _STRIDES = (1, 2, 3, 7)
+# The mask token of I-DLM: the first id that Qwen3's tokenizer does not use.
+_QWEN3_MASK = 151669
 _UNSUPPORTED = {"EfficientDLM": "Efficient-DLM"}
 # Kinds of training of A2D models, whose config.json does not state the kind.
 _MASKED, _BLOCKS = "mdlm", "bd3lm"
+_BLOCK_SIZE = "block_size"
 
 
 def refuse_unsupported(
     config: Mapping[str, Any],
     *,
-    name: str,
     has_mask_token: Callable[[], bool],
     has_adapter: Callable[[], bool],
     generates: bool,
@@ -42,7 +45,6 @@ def refuse_unsupported(
 
     Args:
         config: config.json, with the values of `--hf-overrides`.
-        name: the checkpoint's folder, or its name on the Hugging Face Hub.
         has_mask_token: returns whether the tokenizer has a mask token.
         has_adapter: returns whether the checkpoint has a folder `adapter`.
         generates: whether the checkpoint is to generate text.
@@ -58,8 +60,6 @@ def refuse_unsupported(
                 f"{architecture}: this checkpoint is {_UNSUPPORTED[architecture]}, a diffusion "
                 "model that is not supported"
             )
-    if str(config.get("model_type")).startswith("a2d-"):
-        _check_a2d(config, name)
     if _SDAR in named:
         _check_sdar(config, has_adapter)
     qwen = next((architecture for architecture in named if architecture in _QWENS), None)
@@ -72,26 +72,45 @@ def refuse_unsupported(
             )
 
 
-def _check_a2d(config: Mapping[str, Any], name: str) -> None:
-    """Refuse A2D models of block diffusion, which attend to blocks in order."""
-    given = config.get(A2D_KIND)
-    kind, evidence = given, f"{A2D_KIND} {given}"
-    if given is None and config.get("block_size") is not None:
-        kind, evidence = _BLOCKS, f"block_size {config['block_size']}"
-    elif given is None:
-        last = Path(name).name.lower()
-        kind = max(_MASKED, _BLOCKS, key=last.rfind)
-        evidence = f"the name {last}"
-        if kind not in last:
-            kind = _MASKED
-            logger.info(
-                "An A2D checkpoint without %r or %r in its name: %r", _MASKED, _BLOCKS, kind
-            )
-    if kind != _MASKED:
-        raise ServerConfigError(
-            f"{A2D_KIND}: given {kind} ({evidence}); wanted {_MASKED}: block diffusion of A2D "
-            "models is not supported"
-        )
+def missing_values(
+    config: Mapping[str, Any], name: str, *, has_draft_adapter: bool = False
+) -> dict[str, Any]:
+    """Return the values that config.json lacks, or has in addition.
+
+    A plain Qwen3 with an adapter for drafts is an I-DLM. The family of an A2D checkpoint follows
+    from `block_size`: only models of block diffusion have one.
+
+    Args:
+        config: config.json, with the values of `--hf-overrides`.
+        name: the checkpoint's folder, or its name on the Hugging Face Hub.
+        has_draft_adapter: whether the server's settings name an adapter for drafts.
+
+    Raises:
+        ServerConfigError: the kind of training is given and unknown.
+    """
+    if has_draft_adapter and "Qwen3ForCausalLM" in (config.get("architectures") or ()):
+        values = {"architectures": [_SDAR], REGULAR_CAUSAL: True}
+        return values | ({} if "mask_token_id" in config else {"mask_token_id": _QWEN3_MASK})
+    if not str(config.get("model_type")).startswith("a2d-"):
+        return {}
+    kind, block_size = config.get(A2D_KIND), config.get(_BLOCK_SIZE)
+    if kind not in (None, _MASKED, _BLOCKS):
+        raise ServerConfigError(f"{A2D_KIND}: given {kind}; wanted {_MASKED} or {_BLOCKS}")
+    if kind is None:
+        kind = _kind_by_name(name) if block_size is None else _BLOCKS
+    if kind == _BLOCKS:
+        return {} if block_size else {_BLOCK_SIZE: DEFAULT_BLOCK}
+    return {} if block_size is None else {_BLOCK_SIZE: None}
+
+
+def _kind_by_name(name: str) -> str:
+    """Return the kind of training of an A2D checkpoint: the last kind that its name contains."""
+    last = Path(name).name.lower()
+    kind = max(_MASKED, _BLOCKS, key=last.rfind)
+    if kind not in last:
+        kind = _MASKED
+        logger.info("An A2D checkpoint without %r or %r in its name: %r", _MASKED, _BLOCKS, kind)
+    return kind
 
 
 def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> None:
@@ -99,10 +118,6 @@ def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> N
     if config.get("use_relay"):
         raise ServerConfigError("use_relay: given true; not supported")
     is_causal = config.get(REGULAR_CAUSAL)
-    if is_causal and has_adapter():
-        logger.warning(
-            "The folder 'adapter' is not used: drafts come from the weights of the checkpoint"
-        )
     if is_causal is not None:
         return
     block_size = config.get("block_size")

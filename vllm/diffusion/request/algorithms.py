@@ -524,6 +524,13 @@ def _stride(_: int | None, request: Request) -> int | None:
     return stride_of(request) if "stride" in request.algorithm.parameters else None
 
 
+def _draft_branches(branches: str, request: Request) -> str:
+    # The distributions of drafts in branches are not kept.
+    is_plain = request.values["acceptance"] == "coupled" or request.values["temperature"] == 0
+    is_used = "draft_branches" in request.algorithm.parameters
+    return branches if is_plain and is_used else "last"
+
+
 def _delimiter_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...]:
     model = request.model
     if ids is None:
@@ -787,7 +794,10 @@ class AlgorithmParams:
         choices=("coupled", "ratio"),
     )
     draft_branches: str = algorithm_param(
-        "introspective: after which tokens a forward pass drafts. With last, only after all drafts",
+        "introspective: after which tokens a forward pass drafts. With last, only after all "
+        "drafts; with all, after every draft, in steps of at most 128 rows. It changes the speed, "
+        "and no token of the answer",
         default="last",
-        choices=("last",),
+        choices=("last", "all"),
+        resolve=_draft_branches,
     )

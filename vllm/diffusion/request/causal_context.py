@@ -39,7 +39,7 @@ class CausalContext(Visibility):
     def kept_unit(self) -> int:
         return 1
 
-    def with_blocks_of(self, block_length: int) -> Visibility:
+    def with_blocks_of(self, block_length: int, offset: int = 0) -> Visibility:
         return replace(self, block_length=block_length)
 
     def in_whole_blocks(self, length: int) -> int:

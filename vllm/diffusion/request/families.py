@@ -30,12 +30,16 @@ class Family:
         caps_steps: whether the answer's length limits the steps of a block (LLaDA2.0).
         scores_after_filters: in block-causal families, whether a candidate's confidence is its
             probability among the tokens that top_k and top_p keep, or else among all tokens.
+        scores_clean: in block-causal families, whether a candidate's confidence is its probability
+            at temperature 1, whatever the temperature at which it is drawn.
         counts_masks: in block-causal families, whether a quota is a share of the masked positions
             that a block has when it begins, instead of a share of its length. If so,
             `low_confidence_dynamic` commits candidates that reach the threshold, and always the
             best one.
         logit_shift: 1 if row i - 1 predicts the token at position i, else 0.
         visibility: which positions attend to which.
+        block_grids: values of `block_grid`, the default first. With "start" blocks are counted from
+            position 0, with "answer" from the end of the prompt.
         end_of_turn_tokens: names, in order of preference, of the token that ends a turn; for
             families whose answers end there even if generation_config.json does not list it.
         mask_token: name of the mask token if neither config.json nor the tokenizer defines it.
@@ -46,6 +50,8 @@ class Family:
             position; only the algorithm `levenshtein` may propose them.
         think_tokens: names of the tokens that begin and end thinking, in families whose thinking
             `thinking_token_budget` can limit.
+        draft_folder: folder of a checkpoint with the adapter for drafts; None for families without
+            drafts.
         model_class: "module:Class" of its model.
         template_arguments: arguments of the chat template that a request may override.
     """
@@ -58,15 +64,18 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     caps_steps: bool = False
     scores_after_filters: bool = False
+    scores_clean: bool = False
     counts_masks: bool = False
     logit_shift: int = 0
     visibility: Visibility = FULL
+    block_grids: tuple[str, ...] = ("start",)
     end_of_turn_tokens: tuple[str, ...] = ()
     mask_token: str | None = None
     served_as: str | None = None
     marks: tuple[str, ...] = ()
     edit_tokens: tuple[str, ...] = ()
     think_tokens: tuple[str, ...] = ()
+    draft_folder: str | None = None
     model_class: str = "vllm.diffusion.models.upstream_model:UpstreamModel"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -147,6 +156,7 @@ IDLM = Family(
     visibility=CausalContext(is_strict=True),
     mask_token="<|MASK|>",
     marks=(REGULAR_CAUSAL,),
+    draft_folder="adapter",
 )
 
 SDAR_MOE = replace(
@@ -229,6 +239,7 @@ NEMOTRON = Family(
     counts_masks=True,
     visibility=CausalContext(),
     think_tokens=("<think>", "</think>"),
+    draft_folder="linear_spec_lora",
 )
 
 DIFFUSION_GEMMA = Family(
@@ -254,7 +265,7 @@ DIFFULLAMA = Family(
     logit_shift=1,
 )
 
-# Autoregressive models that were trained into masked diffusion models. Their config.json does not
+# Autoregressive models that were trained into diffusion models. Their config.json often does not
 # state the kind of training; `--hf-overrides` may name it under this key.
 A2D_KIND = "a2d_kind"
 
@@ -288,8 +299,22 @@ A2D_LLAMA = replace(
     end_of_turn_tokens=("<|im_end|>", "<|eot_id|>"),
 )
 
+# The same models, trained to denoise one block after the other.
+A2D_BLOCKS = tuple(
+    replace(
+        family,
+        name=f"{family.name}-bd3lm",
+        defaults={},
+        scores_clean=True,
+        visibility=BlockCausal(),
+        block_grids=("answer", "start"),
+        marks=("block_size",),
+    )
+    for family in (A2D_QWEN3, A2D_QWEN2, A2D_LLAMA)
+)
+
 FAMILIES: tuple[Family, ...] = (
-    *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA, A2D_QWEN3, A2D_QWEN2, A2D_LLAMA),
+    *(LLADA, DREAM, LLADA_MOE, DIFFULLAMA, A2D_QWEN3, A2D_QWEN2, A2D_LLAMA, *A2D_BLOCKS),
     *(LLADA2, LLADA21, LLADA22, SDAR, IDLM, SDAR_MOE, FAST_DLLM, STABLE_DIFFCODER, NEMOTRON),
     DIFFUSION_GEMMA,
 )
@@ -333,7 +358,9 @@ def why_not_served(
     marks = () if family is None else family.marks
     given = f"architectures: given {_with_marks(', '.join(architectures or ()) or 'none', marks)}"
     wanted_here = [family for family in FAMILIES if family.served_as == name]
-    names = sorted({_with_marks(arch, f.marks) for f in wanted_here for arch in f.architectures})
+    plain = {arch for f in wanted_here if not f.marks for arch in f.architectures}
+    marked = {(arch, f.marks) for f in wanted_here for arch in f.architectures if arch not in plain}
+    names = sorted(plain | {_with_marks(*one) for one in marked})
     wanted = f"{given}; {_script(name)} wants {' or '.join(names)}"
     return wanted if served_as is None else f"{wanted}; {_script(served_as)} serves this one"
 

@@ -38,7 +38,8 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         stop_ids: ids that end the answer. It is empty with `ignore_eos`, which also turns off
             `early_stop`.
         logit_shift, is_block_causal, has_causal_context, is_strictly_causal, is_open,
-            scores_after_filters, counts_masks, completes_prompts: values of the family.
+            scores_after_filters, scores_clean, counts_masks, completes_prompts: values of the
+            family.
         edit_ids: the tokens that delete and that insert a position.
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
@@ -67,6 +68,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     is_strictly_causal: bool = derived(lambda r: r.model.family.is_strictly_causal)
     is_open: bool = derived(lambda r: r.model.family.is_open)
     scores_after_filters: bool = derived(lambda r: r.model.family.scores_after_filters)
+    scores_clean: bool = derived(lambda r: r.model.family.scores_clean)
     counts_masks: bool = derived(lambda r: r.model.family.counts_masks)
     completes_prompts: bool = derived(lambda r: r.model.family.visibility.is_whole)
     edit_ids: tuple[int, ...] = derived(lambda r: r.model.ids.edit)
@@ -91,6 +93,11 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     def kept_unit(self) -> int:
         """Size of the units in which exact keys and values depend on each other's tokens."""
         return 1 if self.has_causal_context else self.block_length
+
+    def block_offset(self, prompt_length: int) -> int:
+        """Return the number of positions that the first block of the sequence lacks."""
+        starts_with_answer = self.block_grid == "answer" and self.score is None
+        return -prompt_length % self.block_length if starts_with_answer else 0
 
     @property
     def has_extras(self) -> bool:

@@ -67,6 +67,11 @@ def _canvas(_: str, request: Request) -> str:
     return "grow" if request.lengths.grows else "fixed"
 
 
+def _block_grid(grid: str | None, request: Request) -> str:
+    grids = request.model.family.block_grids
+    return grid if grid in grids else grids[0]
+
+
 def _single_batch(is_alone: bool, request: Request) -> bool:
     return is_alone or (request.has_fp8_attention and not request.model.cuts_steps)
 
@@ -181,6 +186,17 @@ class RequestFields:
         server_wide=True,
         uses=lambda a: a.blocks != "none",
         resolve=lambda _, r: r.lengths.block_length,
+    )
+    block_grid: str = param(
+        "where blocks begin: answer, at the end of the prompt, so that the first block of the "
+        "prompt may be shorter; start, at the first token of the prompt",
+        default_text="answer with A2D models of block diffusion; else start",
+        choices=("answer", "start"),
+        neutral=("start",),
+        server_wide=True,
+        uses=lambda a: a.is_block_causal and a.causal_rule != a.rule,
+        applies=lambda _, model: len(model.family.block_grids) > 1,
+        resolve=_block_grid,
     )
     temperature: float = param(
         "scale of the Gumbel noise; with dream and on block-causal families except "

@@ -64,6 +64,7 @@ class ServedModel:
         block_unit: divisor of all allowed block lengths.
         fp8_from: length in positions from which attention may be fp8.
         cuts_steps: whether long steps are divided, so that other requests run in between.
+        has_draft_adapter: whether rows that draft use an adapter of their own.
         guides: compiler of answer formats; None if formats are not supported.
         encode: function from a text to token ids without special tokens; None without a tokenizer.
     """
@@ -82,6 +83,7 @@ class ServedModel:
     block_unit: int = 1
     fp8_from: int = 0
     cuts_steps: bool = True
+    has_draft_adapter: bool = False
     guides: Guides | None = None
     encode: Callable[[str], Sequence[int]] | None = None
 

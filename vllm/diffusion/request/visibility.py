@@ -8,6 +8,7 @@ All numbers are positions of one sequence; nothing here depends on rows, buffers
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -66,8 +67,11 @@ class Visibility:
     block_length: int = 0
     is_whole: bool = False
 
-    def with_blocks_of(self, block_length: int) -> Visibility:
-        """Return this visibility with blocks of `block_length` positions."""
+    def with_blocks_of(self, block_length: int, offset: int = 0) -> Visibility:
+        """Return this visibility with blocks of `block_length` positions.
+
+        `offset` is that of `BlockCausal`.
+        """
         return self
 
     def in_whole_blocks(self, length: int) -> int:
@@ -78,6 +82,14 @@ class Visibility:
     def kept_unit(self) -> int:
         """Number of positions in a unit whose keys depend on each other; 0 if all do."""
         return self.block_length
+
+    def next_final(self, num_kept: int) -> int:
+        """Return how many positions must be committed until more than `num_kept` are final."""
+        return num_kept + self.kept_unit
+
+    def cut(self, start: int, room: int) -> int:
+        """Return the end of a forward pass from position `start` that is cut to `room` rows."""
+        return start + room - room % self.block_length
 
     def parts(self, forward: Forward) -> tuple[WindowPart, ...]:
         """Split the window of a forward pass into parts with the same visibility; usually one
@@ -128,30 +140,50 @@ class Visibility:
 class BlockCausal(Visibility):
     """Visibility in which a position attends to its own block and all blocks before it.
 
-    Blocks lie on a grid from position 0; the last one may be cut. A key depends on the tokens of
-    its block and of earlier blocks, so keys of committed blocks are final and can be kept exactly.
+    Blocks lie on a grid; the last one may be cut. A key depends on the tokens of its block and of
+    earlier blocks, so keys of committed blocks are final and can be kept exactly.
 
     Attributes:
+        offset: number of positions that the first block lacks, less than a block.
         is_whole: whether masks also complete the last block of a prompt without an answer, because
             rows of a block depend on each other outside attention.
     """
 
     block_length: int = 32
     is_whole: bool = False
+    offset: int = 0
 
-    def with_blocks_of(self, block_length: int) -> Visibility:
-        return replace(self, block_length=block_length)
+    def with_blocks_of(self, block_length: int, offset: int = 0) -> Visibility:
+        return replace(self, block_length=block_length, offset=offset)
 
     def in_whole_blocks(self, length: int) -> int:
-        return -(-length // self.block_length) * self.block_length
+        return self._last_end(length + self.block_length - 1)
+
+    def next_final(self, num_kept: int) -> int:
+        return self._last_end(num_kept + self.block_length)
+
+    def cut(self, start: int, room: int) -> int:
+        return self._last_end(start + room)
+
+    def parts(self, forward: Forward) -> tuple[WindowPart, ...]:
+        # Attention counts blocks from position 0. On another grid, every block is a part.
+        if not self.offset:
+            return super().parts(forward)
+        start, stop = forward.window.start, forward.window.stop
+        ends = range(self.next_final(start), stop, self.block_length)
+        bounds = pairwise((start, *ends, stop))
+        return tuple([self.part(forward, range(*block)) for block in bounds])
 
     def num_seen(self, query: int, num_keys: int) -> int:
-        return min((query // self.block_length + 1) * self.block_length, num_keys)
+        return min(self.next_final(query), num_keys)
 
     def final(self, forward: Forward) -> range:
-        start = forward.window.start
-        whole_blocks = forward.committed // self.block_length * self.block_length
+        start, whole_blocks = forward.window.start, self._last_end(forward.committed)
         return range(start, max(start, min(forward.window.stop, whole_blocks)))
+
+    def _last_end(self, position: int) -> int:
+        """Return the end of the last block that ends at `position` or before."""
+        return (position + self.offset) // self.block_length * self.block_length - self.offset
 
 
 FULL = Visibility()

@@ -28,7 +28,7 @@ from vllm.diffusion.engine.scheduler.window_paging import (
     window_layers,
 )
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.engine.scheduler.request_state import RequestState
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.request import Request
 
 BLOCKS_AHEAD = 2
 MAX_SCRATCH_PAGES, PAGES_PER_SCRATCH = 64, 32
 # Separators in a salt: before the block length, the adapter, and the epoch of the weights.
 _BLOCKS, _ADAPTER, _WEIGHTS = "|B", "|L", "|W"
+# Before the offset of the blocks, behind their length.
+_OFFSET = "+"
 
 logger = init_logger(__name__)
 
@@ -121,7 +121,7 @@ class Paging(AdmissionGate):
         self._epoch = 0  # number of times that cached results were dropped
 
     def arrived(self, item: RequestState) -> bool:
-        """Add the block length to a request's hashes if its keys and values depend on it.
+        """Add the blocks of a request to its hashes if its keys and values depend on them.
 
         Raises:
             ActivationBudgetError: the request would not fit even alone.
@@ -135,17 +135,18 @@ class Paging(AdmissionGate):
             raise ActivationBudgetError(length, length * position, available * position, available)
         if self.windows is not None:
             item.most_rows = item.demand.largest_rows(self._row_budget)
-        request.cache_salt = f"{request.cache_salt or ''}{_BLOCKS}{item.params.kept_unit}"
+        request.cache_salt = f"{request.cache_salt or ''}{_BLOCKS}"
         self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
             request.skip_reading_prefix_cache = True
         return True
 
     def _hash(self, item: RequestState) -> None:
-        """Hash the content of a request's pages: its tokens, block length, adapter and weights."""
+        """Hash the content of a request's pages: its tokens, blocks, adapter and weights."""
         request = item.request
         clients = str(request.cache_salt).rpartition(_BLOCKS)[0]
         salt = f"{clients}{_BLOCKS}{item.params.kept_unit}"
+        salt += f"{_OFFSET}{item.block_offset}" if item.block_offset else ""
         salt += f"{_ADAPTER}{item.adapter_key}" if item.adapter_key else ""
         request.cache_salt = salt + (f"{_WEIGHTS}{self._epoch}" if self._epoch else "")
         request.block_hashes.clear()
@@ -216,7 +217,7 @@ class Paging(AdmissionGate):
         request, manager, has_none = item.request, self.manager, item.num_pages == 0
         computed, num_found = None, 0
         if has_none:
-            computed, num_found = self._prefix_of(request)
+            computed, num_found = self._prefix_of(item)
         if self.windows is not None:
             prefix = [] if computed is None else computed.get_block_ids()[0]
             num_more = num_pages(end) - (item.num_pages or len(prefix))
@@ -246,9 +247,14 @@ class Paging(AdmissionGate):
         self._new_pages[item.req_id] = NewPages(page_ids, num_kept, window_ids)
         return True
 
-    def _prefix_of(self, request: Request) -> tuple[KVCacheBlocks, int]:
+    def _prefix_of(self, item: RequestState) -> tuple[KVCacheBlocks, int]:
         """Return the published pages of a request's prefix, and the number of their positions."""
+        request = item.request
         blocks, num_found, _ = self.manager.get_computed_blocks(request)
+        # The last block of a page may end in the next page, whose tokens may differ.
+        if num_found and item.block_offset:
+            blocks = KVCacheBlocks(tuple(group[:-1] for group in blocks.blocks))
+            num_found -= PAGE_SIZE
         if self.windows is None or not num_found:
             return blocks, num_found
         longest = PAGE_SIZE * self.windows.longest_prefix(blocks.get_block_ids()[0])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.planning import demand_of
+from vllm.diffusion.request.algorithms import BLOCK_ALGORITHMS
 from vllm.diffusion.request.decision import decision_of
 from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import DRAWN_SEED_BITS
@@ -99,8 +100,10 @@ class RequestState:
             decided = decided.with_seed(secrets.randbits(DRAWN_SEED_BITS))
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
-        has_adapter = request.lora_request is not None
-        demand = demand_of(decided, request.num_prompt_tokens, adapts=has_adapter)
+        adapts = request.lora_request is not None
+        if model.has_draft_adapter:
+            adapts |= BLOCK_ALGORITHMS[decided.algorithm].drafts
+        demand = demand_of(decided, request.num_prompt_tokens, adapts=adapts)
         item = cls(request, decided, demand)
         if decided.return_trajectory and request.sampling_params.stop:
             item.params = replace(decided, has_stop_strings=True)
@@ -112,6 +115,11 @@ class RequestState:
     @property
     def req_id(self) -> str:
         return str(self.request.request_id)
+
+    @property
+    def block_offset(self) -> int:
+        """Number of positions that the first block of its sequence lacks."""
+        return self.params.block_offset(self.request.num_prompt_tokens)
 
     @property
     def priority(self) -> int:

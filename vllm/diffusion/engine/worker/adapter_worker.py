@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from vllm.diffusion.adapters.known_adapters import KnownAdapter, Source, Stamp
-    from vllm.diffusion.adapters.peft_files import Adapter
+    from vllm.diffusion.adapters.peft_files import Adapter, AdapterReader
 
 logger = init_logger(__name__)
 
@@ -89,7 +89,7 @@ class AdapterWorker(WeightWorker):
         runner, failure = self._adapting_runner(), None
         adapters, number = runner.adapters, lora_request.lora_int_id
         started, staged = time.perf_counter(), self._take_staged(lora_request)
-        source = source_of(lora_request, runner.reader)
+        source = source_of(lora_request, self._reader)
         known = adapters.find(number)
         adapter, stamp, is_loaded = None, None, False
         try:
@@ -185,8 +185,7 @@ class AdapterWorker(WeightWorker):
 
     def stage_adapter(self, name: str, number: int, path: str) -> None:
         """Begin to read an adapter for the next call of `add_lora`, without delaying steps."""
-        runner = self._adapting_runner()
-        self._staging = _AdapterStaging(source_of(LoRARequest(name, number, path), runner.reader))
+        self._staging = _AdapterStaging(source_of(LoRARequest(name, number, path), self._reader))
 
     def staged_adapter(self, name: str) -> str | None:
         """Return None while an adapter is being read, then "", or why it cannot be used."""
@@ -204,10 +203,17 @@ class AdapterWorker(WeightWorker):
         wanted = request.lora_name, request.lora_int_id, request.lora_path
         return staging if (source.name, source.number, source.path) == wanted else None
 
+    @property
+    def _reader(self) -> AdapterReader:
+        reader = self._adapting_runner().reader
+        assert reader is not None
+        return reader
+
     def _adapting_runner(self) -> AdaptingRunner:
-        if not isinstance(self.model_runner, AdaptingRunner):
+        runner = self.model_runner
+        if not isinstance(runner, AdaptingRunner) or runner.reader is None:
             raise RefusedCallError("adapters: given none; wanted an engine with enable_lora")
-        return self.model_runner
+        return runner
 
 
 def _read(source: Source, staged: _AdapterStaging | None) -> tuple[Stamp, Adapter]:

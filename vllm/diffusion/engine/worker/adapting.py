@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of requests with LoRA adapters, in engines that have them.
+"""Steps whose rows have LoRA adapters: those of their requests, or the one for drafts.
 
-The runner announces which slot each request's rows use; everything else is in
-`vllm.diffusion.adapters`.
+The runner announces which slot each row uses; everything else is in `vllm.diffusion.adapters`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from vllm.diffusion.adapters.adapted_rows import StepSlots
+from vllm.diffusion.adapters.adapted_rows import RowSlots, StepSlots
 from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
-from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
+from vllm.diffusion.adapters.lora_flags import reader_of
 from vllm.diffusion.adapters.matrices import Shard
 from vllm.diffusion.adapters.slot_memory import SlotMemory, slot_bytes
+from vllm.diffusion.config import slots_of
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.forward import ForwardPass
 from vllm.diffusion.engine.worker.pool_budget import check_slots
@@ -61,23 +59,22 @@ logger = init_logger(__name__)
 
 
 class AdaptingRunner(DiffusionModelRunner):
-    """A runner whose requests may have adapters.
+    """A runner whose requests may have adapters, or whose drafts have one.
 
     Args:
-        adapters: the adapters of this rank.
-        reader: reads further adapters.
+        loaded: the adapters of this rank.
     """
 
-    def __init__(
-        self, *args: Any, adapters: KnownAdapters, reader: AdapterReader, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, loaded: LoadedAdapters, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.adapters, self.reader = adapters, reader
+        self.adapters, self.reader = loaded
         assert self.model.adapting is not None
         self.adapted = self.model.adapting
+        self.splits_tails = self.adapted.draft_slot is not None
         self._rehearses = False
         self.forward = AdaptingForward(self)
-        self.join(AdapterGuest)
+        if self.reader is not None:
+            self.join(AdapterGuest)
 
     def chunks(
         self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
@@ -87,13 +84,19 @@ class AdaptingRunner(DiffusionModelRunner):
 
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
         # Rows of one slot follow one another, so that they share tiles.
-        if all(self._slot_of(item) is None for item in items):
-            return super().batch_of(items)
-        batch = super().batch_of(sorted(items, key=self._order_of))
-        pairs = zip(batch.items, batch.packing.windows, strict=True)
-        counts = [item.window.num_sequences * window.num_rows for item, window in pairs]
-        slots = [self._slot_of(item) for item in batch.items]
-        return replace(batch, slots=StepSlots.of(slots, np.cumsum(counts).tolist()))
+        if any(self._slot_of(item) is not None for item in items):
+            items = sorted(items, key=self._order_of)
+        batch = super().batch_of(items)
+        slots = tuple([self._slot_of(item) for item in batch.items])
+        are_tails = batch.packing.are_tails
+        if not any(are_tails) and slots.count(None) == len(slots):
+            return batch
+        of_rows = [
+            self.adapted.draft_slot if is_draft else slots[item]
+            for (item, *_), is_draft in zip(batch.packing.sources, are_tails, strict=True)
+        ]
+        rows = RowSlots.of(of_rows, batch.packing.ends.tolist())
+        return replace(batch, slots=StepSlots(slots, rows, self.adapted.draft_slot))
 
     def _slot_of(self, item: BatchItem) -> int | None:
         return 0 if self._rehearses else self.adapters.slot_of_request(item.req_id)
@@ -127,7 +130,8 @@ class AdaptingForward(ForwardPass):
         positions: torch.Tensor,
         hidden: torch.Tensor,
     ) -> Samples[torch.Tensor]:
-        with self._runner.adapted.sampling(rows.batch.slots or StepSlots(), part.pieces):
+        slots = (rows.batch.slots or StepSlots()).of_pieces(part.pieces, part.num_drafts)
+        with self._runner.adapted.sampling(slots):
             return super().sampled(rows, part, positions, hidden)
 
 
@@ -136,7 +140,7 @@ class AdapterGuest(StepGuest):
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         super().__init__(runner)
-        assert isinstance(runner, AdaptingRunner)
+        assert isinstance(runner, AdaptingRunner) and runner.reader is not None
         self._reader, self._adapters = runner.reader, runner.adapters
 
     def started(self, canvas: Canvas, new: NewCanvas) -> None:
@@ -191,35 +195,47 @@ def source_of(request: LoRARequest, reader: AdapterReader) -> Source:
     return Source(request.lora_int_id, name, path, read, has_tensors=True)
 
 
-def load_adapters(
-    vllm_config: VllmConfig, model: DiffusionModel
-) -> tuple[KnownAdapters, AdapterReader] | None:
-    """Allocate the slots of a loaded model; None without `enable_lora`."""
-    lora, reader = vllm_config.lora_config, reader_of(vllm_config)
-    if lora is None or reader is None:
+class LoadedAdapters(NamedTuple):
+    """The adapters of a worker.
+
+    Attributes:
+        known: the adapters of requests.
+        reader: reads further adapters; None if requests have none.
+    """
+
+    known: KnownAdapters
+    reader: AdapterReader | None
+
+
+def load_adapters(vllm_config: VllmConfig, model: DiffusionModel) -> LoadedAdapters | None:
+    """Allocate the slots of a loaded model, with the adapter for drafts; None without adapters."""
+    sizes, lora = slots_of(vllm_config), vllm_config.lora_config
+    if sizes is None:
         return None
-    matrices, device = matrices_of(lora, model.config), model.rotary_frequencies.device
+    device = model.rotary_frequencies.device
     shard = Shard(
         get_tensor_model_parallel_rank(),
         get_tensor_model_parallel_world_size(),
         slice(model.vocab_start, model.vocab_start + model.num_columns),
     )
-    sizes = lora.max_loras, lora.max_lora_rank
-    num_bytes = slot_bytes(matrices, lora.max_lora_rank, shard, model.dtype)
-    check_slots(*sizes, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
+    numbers = sizes.num_slots, sizes.max_rank
+    num_bytes = slot_bytes(sizes.matrices, sizes.max_rank, shard, model.dtype)
+    check_slots(*numbers, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
     slots = SlotMemory(
-        matrices,
-        *sizes,
+        sizes.matrices,
+        *numbers,
         shard,
         dtype=model.dtype,
         device=device,
         can_release=vllm_config.model_config.enable_sleep_mode,
     )
-    install_adapters(model, slots)
-    logger.info(
-        "adapters: %d slots of rank %d, %s each",
-        lora.max_loras,
-        lora.max_lora_rank,
-        readable(num_bytes),
-    )
-    return KnownAdapters(lora.max_cpu_loras or lora.max_loras, slots), reader
+    draft_slot = None if sizes.draft is None else sizes.num_requested
+    install_adapters(model, slots, draft_slot)
+    logger.info("adapters: %d slots of rank %d, %s each", *numbers, readable(num_bytes))
+    if sizes.draft is not None and draft_slot is not None:
+        adapter, path = sizes.draft.read(model.config, model.dtype), sizes.draft.path
+        slots.write(draft_slot, adapter)
+        logger.info("drafts are made with the adapter of rank %d in %s", adapter.rank, path)
+    most = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
+    known = KnownAdapters(most, slots, sizes.num_requested)
+    return LoadedAdapters(known, reader_of(vllm_config))

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
 from vllm.diffusion.memory import StepShape
+from vllm.diffusion.request.visibility import WindowPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.diffusion.adapters.adapted_rows import StepSlots
     from vllm.diffusion.core.spans import PageTable
@@ -42,7 +43,6 @@ class StepInputs(NamedTuple, Generic[A]):
             none.
         layouts: the keys that the rows of every attend chunk read, of this step and from the store;
             then the same for the chunks of the last layer if they differ.
-        num_adapter_rows: number of rows at the end that use the adapter.
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
@@ -54,7 +54,6 @@ class StepInputs(NamedTuple, Generic[A]):
     positions: A
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
-    num_adapter_rows: int = 0
     is_block: A | None = None
     tiles: A | None = None
     window_slots: A | None = None
@@ -66,7 +65,8 @@ class Packing:
 
     A request has one sequence, and with guidance also the unconditional one. The rows of S
     sequences follow one another: first sequences without a cache, then windows of all positions,
-    then windows of some positions, which read cached keys. Columns are [S] int64.
+    then windows of some positions, which read cached keys. A part of a window counts as a sequence
+    of its own. Tails come last of all. Columns are [S] int64.
 
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
@@ -87,6 +87,10 @@ class Packing:
         block_starts: column, as in `Span`.
         is_block: [T] bool, as in `StepInputs`.
         window_slots: [W] int64, as in `StepInputs`.
+        tail_starts: per item, the first position of its tail (`ForwardTarget.tail_start`), whose
+            rows are a part of their own; None if it has none.
+        sources: per sequence, its item, the index of the item's sequence, and the first position
+            and last + 1 that are computed.
     """
 
     items: tuple[BatchItem, ...]
@@ -104,6 +108,8 @@ class Packing:
     block_starts: Array
     is_block: Array | None
     window_slots: Array | None
+    tail_starts: tuple[int | None, ...]
+    sources: tuple[tuple[int, int, int, int], ...]
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -119,10 +125,33 @@ class Packing:
 
     @cached_property
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
-        """Sequences of each request; for a sequence in parts, only the sampled part."""
-        sequences = iter(self.sequences)
-        sizes = [(c.window.num_sequences, w) for c, w in zip(self.items, self.windows, strict=True)]
-        return tuple([tuple(islice(sequences, n * len(w.parts)))[-n:] for n, w in sizes])
+        """Sequences of each request; for a sequence in parts, only the last part.
+
+        A tail is not in it, unless a request has no other rows.
+        """
+        last: list[dict[int, Span]] = [{} for _ in self.items]
+        for (item, number, first, _), span in zip(self.sources, self.sequences, strict=True):
+            tail_start = self.tail_starts[item]
+            if number not in last[item] or tail_start is None or first < tail_start:
+                last[item][number] = span
+        return tuple([tuple(spans.values()) for spans in last])
+
+    @cached_property
+    def tails(self) -> tuple[Span | None, ...]:
+        """The rows of each request's tail."""
+        tails: list[Span | None] = [None] * len(self.items)
+        for (item, *_), is_tail, span in zip(
+            self.sources, self.are_tails, self.sequences, strict=True
+        ):
+            if is_tail:
+                tails[item] = span
+        return tuple(tails)
+
+    @property
+    def are_tails(self) -> list[bool]:
+        """Whether each sequence is a tail."""
+        starts = [(self.tail_starts[item], first) for item, _, first, _ in self.sources]
+        return [start is not None and first >= start for start, first in starts]
 
     @cached_property
     def longest(self) -> int:
@@ -199,12 +228,6 @@ class StepBatch:
         """Whether some rows read keys that this step does not compute."""
         return self.packing.kept_keys > 0
 
-    @cached_property
-    def num_adapter_rows(self) -> int:
-        """Number of rows at the end that use the adapter; they read cached keys."""
-        adapted = zip(self.targets, self.packing.windows, strict=True)
-        return sum([w.num_rows for target, w in adapted if target.is_adapted and w.reads_kept])
-
     @property
     def num_sampled(self) -> int:
         return sum([target.eligible.size for target in self.targets])
@@ -223,7 +246,6 @@ class StepBatch:
             self.positions[rows],
             self.slot_mapping,
             layouts,
-            self.num_adapter_rows,
             None if is_block is None else is_block[rows],
             window_slots=self.packing.window_slots,
         )
@@ -251,6 +273,8 @@ def build_batch(
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
+    *,
+    splits_tails: bool = False,
 ) -> StepBatch:
     """Pack the rows that the requests compute in this step.
 
@@ -259,44 +283,69 @@ def build_batch(
         logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
+        splits_tails: whether tails are parts of their own, behind all other rows.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
     forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
     packed, targets, windows = zip(*forwards, strict=True)
-    rows = [
-        tokens[window.first : window.stop]
-        for item, window in zip(packed, windows, strict=True)
-        for tokens in item.sequences
-    ]
+    tail_starts: tuple[int | None, ...] = (None,) * len(packed)
+    if splits_tails:
+        tail_starts = tuple([_tail_of(*one) for one in zip(targets, windows, strict=True)])
     is_alike = before is not None and before.pages is pages and before.items == packed
-    if before is None or not is_alike or before.windows != windows:
-        before = _pack(packed, windows, pages)
+    if (
+        before is None
+        or not is_alike
+        or before.windows != windows
+        or before.tail_starts != tail_starts
+    ):
+        before = _pack(packed, windows, tail_starts, pages)
+    tokens = [item.sequences for item in packed]
+    rows = [tokens[item][number][first:stop] for item, number, first, stop in before.sources]
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of an item's rows: without a cache first, adapted rows with cached keys last."""
-    item, target, window = forward
-    reads_kept = window.reads_kept
-    return (item.window.cache is not None) + reads_kept + (target.is_adapted and reads_kept)
+    """Sort key of an item's rows: without a cache first, those that read cached keys last."""
+    item, _, window = forward
+    return (item.window.cache is not None) + window.reads_kept
 
 
-def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
-    """Lay out the rows of these requests one after the other, in this order, without padding."""
-    slots, kept_starts, numbers = [_NO_SLOTS], [], list[int]()
-    window_slots = list["Array"]()
-    for item, window in zip(items, windows, strict=True):
-        cache, first, stop = item.window.cache, window.first, window.stop
-        for kept_start in item.window.kept_starts:
-            for part in window.parts:
-                numbers += part
-                kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
-            if cache is not None:
-                kept = slice(kept_start + first, kept_start + stop)
-                slots.append(cache.slots[kept])
-                if cache.window_slots is not None:
-                    window_slots.append(cache.window_slots[kept])
+def _tail_of(target: ForwardTarget, window: Window) -> int | None:
+    """Return the first position of the tail of a window, or None."""
+    first = target.tail_start
+    return None if first is None or first >= window.stop else max(first, window.first)
+
+
+def _pack(
+    items: tuple[BatchItem, ...],
+    windows: tuple[Window, ...],
+    tail_starts: tuple[int | None, ...],
+    pages: PageTable,
+) -> Packing:
+    """Lay out the rows of these requests one after the other, in this order, without padding.
+
+    Tails that read cached keys come last.
+    """
+    sources, parts = list[tuple[int, int, int, int]](), list[WindowPart]()
+    last_sources, last_parts = list[tuple[int, int, int, int]](), list[WindowPart]()
+    for index, (item, window, start) in enumerate(zip(items, windows, tail_starts, strict=True)):
+        for number in range(item.window.num_sequences):
+            for part in _split(window.parts, start):
+                is_last = start is not None and part.first >= start and part.reads_kept
+                (last_parts if is_last else parts).append(part)
+                (last_sources if is_last else sources).append((index, number, *part[:2]))
+    sources += last_sources
+    slots, kept_starts, window_slots = [_NO_SLOTS], [], list["Array"]()
+    for index, number, first, stop in sources:
+        cache, kept_start = items[index].window.cache, items[index].window.kept_starts[number]
+        kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
+        if cache is not None:
+            kept = slice(kept_start + first, kept_start + stop)
+            slots.append(cache.slots[kept])
+            if cache.window_slots is not None:
+                window_slots.append(cache.window_slots[kept])
     starts = np.array(kept_starts)
+    numbers = chain.from_iterable((*parts, *last_parts))
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
     firsts, stops, num_keys, block_lengths, reads_kept, block_starts = table.T
     counts = stops - firsts
@@ -319,7 +368,17 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         block_starts=block_starts,
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
         window_slots=np.concatenate(window_slots) if window_slots else None,
+        tail_starts=tail_starts,
+        sources=tuple(sources),
     )
+
+
+def _split(parts: Sequence[WindowPart], start: int | None) -> Sequence[WindowPart]:
+    """Cut the last part of a window before position `start`, if that lies within it."""
+    *earlier, last = parts
+    if start is None or start <= last.first:
+        return parts
+    return *earlier, last._replace(stop=start), last._replace(first=start)
 
 
 _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1

@@ -83,8 +83,9 @@ class Canvas:
         self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
     ) -> None:
         self.req_id, self.params = new.req_id, new.params
-        visibility = self._visibility = visibility.with_blocks_of(new.params.block_length)
         self.prompt_length = len(new.prompt_token_ids)
+        offset = self.params.block_offset(self.prompt_length)
+        visibility = self._visibility = visibility.with_blocks_of(self.params.block_length, offset)
         self.length = num_positions(visibility, self.prompt_length, self.params.gen_length)
         self.tokens = self._masked_sequence(new.prompt_token_ids, self.params)
         self.window = ForwardWindow(self.params, visibility, self.prompt_length, self.length, cache)

@@ -179,7 +179,7 @@ def run_body(
     writing = list(chunks(num_rows, plan.rows.keys_values))
     attending = list(zip(chunks(num_rows, plan.rows.attend), inputs.layouts, strict=True))
     feeding = list(chunks(num_rows, plan.rows.feed_forward))
-    seconds, first_adapter_row = plan.chunk_seconds, num_rows - inputs.num_adapter_rows
+    seconds = plan.chunk_seconds
 
     def tables(rows: slice) -> Rotary:
         return rotary.rows(rows) if rotary else model.rotary(inputs.positions[rows], scratch)
@@ -201,8 +201,8 @@ def run_body(
             yield seconds.attend
             with scratch.scope("attend"):
                 sources = sources_of(layouts, k, v, index, caches)
-                arguments = x[rows], tables(rows), sources, None if q is None else q[rows], scratch
-                layer.attention.attend(*arguments, num_adapter_rows=rows.stop - first_adapter_row)
+                queries = None if q is None else q[rows]
+                layer.attention.attend(x[rows], tables(rows), sources, queries, scratch)
         for rows in feeding:
             yield seconds.feed_forward
             layer.mlp_stage.feed_forward(x[rows], scratch, *[mark[rows] for mark in marks])
@@ -229,7 +229,7 @@ def run_last_layer(
     layer = model.layers[index]
     if model.adapting is not None:
         parts = model.adapting.of_parts(parts)
-    for rows, _, layouts, _, num_adapted in parts:
+    for rows, _, layouts, *_ in parts:
         with scratch.scope("sample rows"):
             buffer, _ = stages.read_rows(model.dtype, model.hidden_size)
             x = buffer.take(scratch, rows.numel())
@@ -242,7 +242,7 @@ def run_last_layer(
             else:
                 rotary = body.rotary.select(rows, scratch)
             sources = sources_of(layouts, *body.keys_values, index, caches)
-            layer.attention.attend(x, rotary, sources, None, scratch, num_adapter_rows=num_adapted)
+            layer.attention.attend(x, rotary, sources, None, scratch)
             marks = [mark.index_select(0, rows) for mark in body.marks]
             layer.mlp_stage.feed_forward(x, scratch, *marks)
             yield x

@@ -14,7 +14,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import envs
 from vllm.diffusion.engine.planning import make_planner
-from vllm.diffusion.engine.worker.adapting import AdaptingRunner
+from vllm.diffusion.engine.worker.adapting import AdaptingRunner, LoadedAdapters
 from vllm.diffusion.engine.worker.agreement import Agreement, Barrier
 from vllm.diffusion.engine.worker.pool_budget import activation_budget, planning_budget
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
@@ -26,7 +26,6 @@ from vllm.diffusion.memory import (
     rates_of,
 )
 from vllm.diffusion.memory.plan import readable
-from vllm.diffusion.models.adapter_weights import load_adapter
 from vllm.diffusion.models.config_keys import suspicious_keys
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.models.weights import quantised_sizes
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import LoadConfig, VllmConfig
-    from vllm.diffusion.adapters.known_adapters import KnownAdapters
-    from vllm.diffusion.adapters.peft_files import AdapterReader
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.parallel.groups import Ranks
 
@@ -68,7 +65,6 @@ def load_model(
             vllm_config=vllm_config, model_config=vllm_config.model_config
         )
         if load_config.load_format != "dummy":
-            load_adapter(model, vllm_config.model_config.model)
             _warn_of_broken(model)
     model.is_loaded = True  # dummy weights can also be replaced tensor by tensor
     device = model.rotary_frequencies.device
@@ -158,7 +154,7 @@ def make_runner(
     *,
     has_graphs: bool,
     is_reporting: bool,
-    adapters: tuple[KnownAdapters, AdapterReader] | None = None,
+    adapters: LoadedAdapters | None = None,
 ) -> DiffusionModelRunner:
     """Create the runner of a loaded model, with the free memory of the device."""
     rates, weighs = rates_of(device, ranks.every), settings_of(vllm_config).weighs_guesses
@@ -169,8 +165,7 @@ def make_runner(
     )
     make: Callable[..., DiffusionModelRunner] = DiffusionModelRunner
     if adapters is not None:
-        known, reader = adapters
-        make = partial(AdaptingRunner, adapters=known, reader=reader)
+        make = partial(AdaptingRunner, loaded=adapters)
     return make(
         model,
         make_planner(vllm_config, planning_budget(budget), rates, device),

@@ -48,7 +48,9 @@ class BlockTracker:
         record = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
         if record.blocks == "none":
             width, end = (1, params.gen_length) if params.has_causal_context else (end, end)
-        first = width - prompt_length % width if is_grid else width
+        first = width
+        if is_grid:
+            first -= (prompt_length + params.block_offset(prompt_length)) % width
         self._bounds = np.array([0, *range(first, end, width), end])
 
     @property

@@ -144,7 +144,7 @@ class Exact(Windows):
 
     def __init__(self, visibility: Visibility, *, fuses: bool) -> None:
         self._visibility = visibility
-        self.unit, self.least_committed = visibility.block_length, visibility.kept_unit
+        self.unit, self.least_committed = visibility.block_length, visibility.next_final(0)
         self._fuses = fuses
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
@@ -153,7 +153,7 @@ class Exact(Windows):
         if is_apart:
             end = start
         if end - kept > room:
-            end = kept + room - room % self._visibility.block_length
+            end = self._visibility.cut(kept, room)
             if kept < start:  # no row of the rule is cached before it has been sampled
                 end = min(end, start)
         return Forward(range(kept, end), kept, is_causal=self.is_causal or end <= start)
@@ -164,7 +164,7 @@ class Exact(Windows):
 
     def keep(self, num_kept: int) -> None:
         self.kept = num_kept
-        self.least_committed = num_kept + self._visibility.kept_unit
+        self.least_committed = self._visibility.next_final(num_kept)
 
     def invalidate(self) -> None:
         self.keep(0)

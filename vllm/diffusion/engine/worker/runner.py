@@ -73,6 +73,7 @@ class DiffusionModelRunner:
             request gets the number of drafts that it asks for.
 
     Attributes:
+        splits_tails: whether tails (`ForwardTarget.tail_start`) come last in a step.
         guests: capabilities of some requests that take part in steps; see `join`.
         epoch: number of times that cached results were dropped.
         usage: memory usage of the latest collected step.
@@ -80,6 +81,7 @@ class DiffusionModelRunner:
 
     # Set by the worker. Worker extensions of trainers read it here.
     vllm_config: VllmConfig
+    splits_tails = False
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class DiffusionModelRunner:
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
         """Pack the next forwards of these items."""
         shift, pages = self.model.family.logit_shift, self.caches.table
-        batch = build_batch(items, shift, pages, self._packing)
+        batch = build_batch(items, shift, pages, self._packing, splits_tails=self.splits_tails)
         self._packing = batch.packing
         return batch
 

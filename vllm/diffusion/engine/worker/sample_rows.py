@@ -16,7 +16,7 @@ from vllm.diffusion.guided.joint import choose_all, gather
 from vllm.diffusion.sampling import RowGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -39,14 +39,15 @@ class SamplePart(NamedTuple, Generic[A]):
         layouts: keys that the rows read in the last layer.
         pieces: one per request: its index in the batch, the range of `rows` of its own sequence,
             and the range of its unconditional sequence, or None without guidance.
-        num_adapter_rows: number of `rows` at the end that use the adapter.
+        num_drafts: one per request: number of its last rows that only draft, if an adapter changes
+            such rows.
     """
 
     rows: A
     positions: A
     layouts: tuple[AttentionLayout[A], ...]
     pieces: list[tuple[int, slice, slice | None]]
-    num_adapter_rows: int = 0
+    num_drafts: Sequence[int] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -211,15 +212,24 @@ class _PartBuilder:
         # Each entry: positions, sequence, prompt length, logit shift.
         self._rows: list[tuple[Array, Span, int, int]] = []
         self._pieces: list[tuple[int, slice, slice | None]] = []
+        self._num_drafts: list[int] = []
 
     def add(self, number: int, positions: Array) -> None:
         """Add the rows that predict `positions` [r] of the request at this index of the batch."""
         prompt_length, places = self._batch.items[number].prompt_length, []
         shift = 1 if self._batch.targets[number].is_causal else self._batch.logit_shift
-        for sequence in self._batch.packing.of_requests[number]:
-            self._rows.append((positions, sequence, prompt_length, shift))
-            places.append(slice(self.num_rows, self.num_rows + positions.size))
-            self.num_rows += positions.size
+        packing, count = self._batch.packing, positions.size
+        drafts = packing.tails[number]
+        if drafts is not None:
+            count = int(np.searchsorted(positions - shift, drafts.first))
+        for sequence in packing.of_requests[number]:
+            start = self.num_rows
+            for rows, own in ((positions[:count], sequence), (positions[count:], drafts)):
+                if own is not None and rows.size:
+                    self._rows.append((rows, own, prompt_length, shift))
+                    self.num_rows += rows.size
+            places.append(slice(start, self.num_rows))
+        self._num_drafts.append(positions.size - count)
         self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
 
     def finish(self) -> SamplePart[Array]:
@@ -238,15 +248,7 @@ class _PartBuilder:
             positions - np.repeat(prompt_lengths, counts),
             lay_out(runs, self._batch.packing.pages),
             self._pieces,
-            self._num_adapter_rows(),
-        )
-
-    def _num_adapter_rows(self) -> int:
-        if not self._batch.num_adapter_rows:
-            return 0
-        first = self._batch.num_rows - self._batch.num_adapter_rows
-        return sum(
-            positions.size for positions, sequence, *_ in self._rows if sequence.q_start >= first
+            self._num_drafts,
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -223,8 +223,12 @@ class GraphRunner:
         self._copied: PageTable | None = None  # table whose contents were copied last
         self._captured: dict[Bucket, _Captured] = {}
         self.captures_more = True
-        num_slots = 0 if model.adapting is None else model.adapting.num_slots
-        self.buckets = buckets_of(model.config, is_fp8=model.is_fp8, num_slots=num_slots)
+        adapting = model.adapting
+        self.buckets = replace(
+            buckets_of(model.config, is_fp8=model.is_fp8),
+            num_slots=0 if adapting is None else adapting.num_slots,
+            has_drafts=adapting is not None and adapting.draft_slot is not None,
+        )
         self.times = {False: StepTimes.of({}), True: StepTimes.of({})}
 
     def __len__(self) -> int:
@@ -243,8 +247,6 @@ class GraphRunner:
             return None
         if (bucket.is_cached or self._has_blocks) and not self._reads_pages:
             return None  # other kernels need the spans on the host
-        if batch.num_adapter_rows and self._model.has_adapter:
-            return None  # graphs cannot apply the adapter to some rows only
         if bucket.is_cached:
             self._copy_table()
         captured = self._captured.get(bucket)
@@ -372,7 +374,8 @@ class Buckets:
         whole: row counts for sequences that are computed as a whole, ascending.
         windows: row counts for windows, ascending.
         rows_per_sequence: minimum average of rows per sequence, in a bucket for several sequences.
-        num_slots: number of LoRA adapters that rows may have.
+        num_slots: number of adapters that rows may have.
+        has_drafts: whether one of them is that of rows that only draft.
         max_timed_rows: maximum rows of timed steps.
     """
 
@@ -381,6 +384,7 @@ class Buckets:
     rows_per_sequence: int
     num_slots: int = 0
     max_timed_rows: int = MAX_TIMED_ROWS
+    has_drafts: bool = False
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """Return the smallest bucket that holds a batch, or None."""
@@ -393,24 +397,35 @@ class Buckets:
             if num_sequences == 1:
                 max_sequences = 1
             if rows >= batch.num_rows and max_sequences >= num_sequences:
-                tiles = 0 if batch.slots is None else self._max_tiles(rows, max_sequences)
+                tiles = 0
+                if batch.slots is not None:
+                    tiles = self._max_tiles(rows, max_sequences, is_cached)
                 return Bucket(rows, max_sequences, is_cached, tiles)
         return None
 
-    def _max_tiles(self, rows: int, sequences: int) -> int:
+    def _max_tiles(self, rows: int, sequences: int, is_cached: bool) -> int:
         """Return the maximum number of tiles of a batch whose rows are sorted by slot."""
-        # Each kind of rows has rows of every slot, and without a slot; the padding follows.
-        num_runs = min(_ROW_KINDS * (self.num_slots + 1), sequences) + 1
+        num_runs = sequences
+        # Each kind of rows has rows of every slot, and without a slot. Only without a cache, rows
+        # that draft come directly after the other rows of their request.
+        if is_cached or not self.has_drafts:
+            num_runs = min(_ROW_KINDS * (self.num_slots + 1), sequences)
+        num_runs += 1  # the padding
         return ops.max_tiles(rows, num_runs, ops.low_rank_tile(rows))
 
 
 def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int = 0) -> Buckets:
-    """Return the buckets that serve a model; blocks of block-causal families may be short."""
+    """Return the buckets that serve a model.
+
+    Blocks of block-causal families may be short, and strictly causal windows may have one row.
+    """
     if config.family.is_open:  # nearly all steps consist of whole blocks
         rows = tuple(config.block_length * count for count in _BLOCKS)
         max_timed_rows = max(MAX_TIMED_ROWS, _TIMED_BLOCKS * config.block_length)
         return Buckets(rows, rows, config.block_length // 2, max_timed_rows=max_timed_rows)
     rows_per_sequence = 4 if config.family.is_block_causal else 16
+    if config.family.is_strictly_causal:
+        rows_per_sequence = 1
     if config.architecture.expert_layers:
         return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence, num_slots)
     max_rows = MAX_WHOLE_ROWS_FP8 if is_fp8 else MAX_WHOLE_ROWS

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.engine.speculation import Speculation, can_speculate
+from vllm.diffusion.engine.worker.draft_branches import DraftBranches, drafts_in_branches
 from vllm.diffusion.engine.worker.expected_embeddings import ExpectedEmbeddings
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.length_search import LengthSearch, searches_length
@@ -30,4 +31,6 @@ def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[Ste
         kinds.append(LengthSearch)
     if is_alone and not new.host_layers and can_speculate(new.params):
         kinds.append(Speculation)
+    if is_alone and drafts_in_branches(new.params):
+        kinds.append(DraftBranches)
     return kinds

@@ -112,12 +112,16 @@ class DiffusionWorker(AdapterWorker):
             adapters=adapters,
         )
         self.model_runner.vllm_config = self.vllm_config
-        loop = StepLoop if adapters is None else AdaptingLoop
+        has_reader = adapters is not None and adapters.reader is not None
+        loop = AdaptingLoop if has_reader else StepLoop
         self.loop = loop(
             self.model_runner,
             agreement,
             runs_ahead=device.type == "cuda",
-            limits=StepLimits(rows=buckets_of(model.config).windows[-1]),
+            limits=StepLimits(
+                rows=buckets_of(model.config).windows[-1],
+                holds_for_all=model.config.family.is_open,
+            ),
         )
         if self.is_driver_worker:
             budget = self.model_runner.pool.budget_bytes

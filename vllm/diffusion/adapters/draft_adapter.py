@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter that only rows use which draft tokens, in families with causal context.
+
+Nemotron-Labs-Diffusion has it in the folder `linear_spec_lora` of the checkpoint, UNO in `adapter`.
+It has a slot of its own, behind the slots of the requests' adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.diffusion.adapters.matrices import Matrices
+from vllm.diffusion.adapters.peft_files import CONFIG, AdapterReader, Sizes, sizes_of
+from vllm.diffusion.core.errors import AdapterError, ServerConfigError
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+    from vllm.diffusion.adapters.peft_files import Adapter
+
+SETTING = "draft_adapter"
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class DraftAdapter:
+    """The adapter in a folder, in PEFT's format.
+
+    Attributes:
+        path: the folder, or a name on the Hugging Face Hub.
+    """
+
+    path: str
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Its rank and modules.
+
+        Raises:
+            ServerConfigError: it has another format, or changes other modules.
+        """
+        try:
+            sizes = sizes_of(self.path)
+        except AdapterError as error:
+            raise ServerConfigError(f"{SETTING}: given {self.path}: {error}") from None
+        if not sizes.modules or not set(sizes.modules) <= set(MODULES):
+            raise ServerConfigError(
+                f"{SETTING}: given target_modules [{', '.join(sizes.modules)}]; "
+                f"wanted some of {', '.join(MODULES)}"
+            )
+        return sizes
+
+    def read(self, config: Any, dtype: torch.dtype) -> Adapter:
+        """Return its tensors for the model of a configuration.
+
+        Raises:
+            ServerConfigError: a tensor has another shape, or no matrix of the model has its name.
+        """
+        matrices = Matrices(config, self.sizes.modules)
+        try:
+            return AdapterReader(matrices, self.sizes.rank, dtype).read(SETTING, self.path)
+        except AdapterError as error:
+            raise ServerConfigError(f"{SETTING}: {error}") from None
+
+
+def draft_adapter_in(checkpoint: str, folder: str) -> DraftAdapter | None:
+    """Return the adapter in a folder of a checkpoint; None if it has none."""
+    path = Path(checkpoint) / folder
+    return DraftAdapter(str(path)) if (path / CONFIG).is_file() else None
