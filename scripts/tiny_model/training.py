@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _LATER_SHARE = 0.5  # share of the blocks that begin with a later token of the answer than its first
 _LATEST_SEED = 8  # latest position in the answer of such a token
-_SHARED_PART = 0.67  # of the embeddings of one word that begin similar
+_SHARED_PART = 0.67  # part that the embeddings of one word have in common at the start
 _CONDITIONED_SHARE = 0.5  # share of the batches with expected embeddings
 
 

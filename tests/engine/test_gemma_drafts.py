@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Engine, Request, Response, running, uncached
+from tests.engine.harness import Engine, Request, Response, running, start, step, uncached
 from tests.gemma import CANVAS, load_network, make_gemma, run_loop
 
 WINDOW = 40
@@ -106,3 +106,32 @@ def test_canvases_and_log_probabilities_are_the_same(engine: Engine) -> None:
         reports.append((trajectory["token_ids"], trajectory["commit_steps"], values))
     assert reports[0][:2] == reports[1][:2]
     assert reports[0][2] == pytest.approx(reports[1][2], abs=1e-4)
+
+
+def test_memory_of_pages_is_lent(engine: Engine, wanted: list[Response]) -> None:
+    """All kinds of pages come back: those of requests, of drafts, and of layers with a window."""
+    store = engine.runner.caches
+    assert engine.is_idle()
+    sizes = store.num_pages, store.windows.num_pages, len(store.free)
+    assert sizes[2] > 0
+    engine.llm.sleep(level=0)
+    engine.core.release_kv_cache_memory()
+    assert store.reserved_bytes == 0
+    engine.llm.wake_up()
+    assert (store.num_pages, store.windows.num_pages, len(store.free)) == sizes
+    (answer,) = engine.ask(ASKS[0])
+    assert answer.token_ids == wanted[0].token_ids
+    assert answer.num_forwards < wanted[0].num_forwards
+
+
+def test_pages_that_are_lost_meanwhile(engine: Engine, wanted: list[Response]) -> None:
+    one = ASKS[2]
+    start(engine, "a", one)
+    answers: dict[str, Response] = {}
+    for count in range(200):
+        answers |= step(engine)
+        if "a" in answers:
+            break
+        if count % 5 == 4:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert answers["a"].token_ids == wanted[2].token_ids

@@ -54,8 +54,9 @@ class EntropyBound(DecodingRule):
         self.start = prompt_length
         self.step = 0
         self._num_steps = params.steps_per_block or 1
-        self._most_likely: list[Array] = []  # tokens of the latest steps of the canvas
-        self._mean_entropy = np.inf  # of the latest step of the canvas
+        # Tokens of the latest steps of the canvas, and mean entropy of the latest one.
+        self._most_likely: list[Array] = []
+        self._mean_entropy = np.inf
         # Canvas and first step of the drawn noise [steps, L].
         self._drawn_at, self._drawn = (-1, -1), np.zeros((0, 0), dtype=np.int64)
         self.accepted: Mask = np.zeros(params.block_length, dtype=np.bool_)
@@ -161,7 +162,7 @@ class EntropyBound(DecodingRule):
         return self.step + 1 == self._num_steps or (is_stable and nears)
 
     def end_now(self, tokens: Array) -> tuple[EntropyBound, Array]:
-        """Return the rule and the tokens after a step that ends the canvas as `is_near_end` says.
+        """Return the rule and the tokens after a step that ends the canvas with its latest tokens.
 
         The next canvas is not begun. This rule and `tokens` do not change.
         """

@@ -195,7 +195,7 @@ class PageAllocator:
     def _share_windows(
         self, owner: KeptSequence, draft: KeptSequence, own_pages: Array, copied: Array
     ) -> None:
-        """Give a draft the owner's window pages, and those of its own pages."""
+        """Give a draft window pages: the owner's, and one for each of its own pages."""
         if owner.window_pages is None or self.fixed_sizes is None:
             return
         num_pages, _, _, num_window_pages = self.fixed_sizes

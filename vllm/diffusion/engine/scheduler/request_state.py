@@ -50,7 +50,7 @@ class RequestState:
         next_rows: rows of its next forward.
         num_kept: number of positions, from 0, whose keys and values are cached.
         num_pages: number of its pages, if the scheduler assigns them.
-        most_rows: maximum rows for which it has pages in addition to those of cached positions.
+        most_rows: maximum rows of its next forward that get pages.
         earlier_lengths: lengths of its canvas before it has grown, in order.
         prompt_of: the request that has computed the beginning of its first forward.
         largest: usage of its step with the highest peak.

@@ -45,10 +45,11 @@ class ExpectedEmbeddings(StepGuest):
             batch.items, batch.targets, batch.packing.of_requests, strict=True
         ):
             rule = item.rule
-            if item is not self._runner.canvases.get(item.req_id):  # a draft
+            # A draft begins a canvas, and has a rule of its own.
+            if item is not self._runner.canvases.get(item.req_id):
                 assert isinstance(rule, EntropyBound)
                 rule.note_logits = partial(self.note, item)
-                soft[block.q_start : block.q_end].zero_()  # which begins a canvas
+                soft[block.q_start : block.q_end].zero_()
             elif target.eligible.size:
                 rows, state = soft[block.q_start : block.q_end], self._state(item)
                 if state is None:
