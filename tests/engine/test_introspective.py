@@ -25,9 +25,17 @@ from tests.engine.harness import (
     step,
     uncached,
 )
+from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.core.random_streams import CATEGORICAL
+from vllm.diffusion.engine.planning import demand_of
 from vllm.diffusion.engine.scheduler.paging import Paging
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.warm_up import warm_up
+from vllm.diffusion.memory import RuleMemory
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel
 
 STOP_IDS = (EOS_ID, EOT_ID)
 ROW_BUDGET = 40
@@ -93,6 +101,10 @@ def engine(folders: dict[str, Path]) -> Iterator[Engine]:
 
 def ids(answers: list[Response]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
+
+
+def decide(extra: dict[str, Any], model: ServedModel, prompt: list[int]) -> DiffusionParams:
+    return decision.decide(fields.canonical(extra), model, prompt)
 
 
 def one_by_one(one: Request) -> Request:
@@ -235,6 +247,65 @@ def test_branches_change_no_token(
         )
         assert max(actual["commit_steps"]) == actual["num_steps"] < plain["num_steps"]
     assert engine.is_idle()
+
+
+def test_distributions_count_in_the_memory_of_requests(roomy: Engine) -> None:
+    """8 bytes for each draft and token of the vocabulary, and more for the request that draws."""
+    model = served_model(roomy.llm.llm_engine.vllm_config)
+
+    def memory(stride: int, **more: Any) -> RuleMemory:
+        extra = {"temperature": 1.0, "acceptance": "ratio", "stride": stride, **more}
+        return demand_of(decide({"gen_length": 9, **extra}, model, [1]), 1).of_rule
+
+    assert memory(4).kept == 8 * 3 * model.vocab_size
+    assert memory(16).kept == 8 * 15 * model.vocab_size
+    assert memory(16).drawing > memory(4).drawing > 0
+    for more in ({"acceptance": "coupled"}, {"temperature": 0.0}):
+        assert memory(4, **more) == RuleMemory()
+    two = RuleMemory.of_all([memory(4), memory(16)])
+    assert two == memory(4).kept + memory(16).kept + memory(16).drawing
+
+
+def test_steps_are_planned_beside_the_distributions(
+    roomy: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = roomy.runner.account
+    before, counted = account.kept_bytes, list[int]()
+    record(monkeypatch, roomy.runner, "launch", lambda *_: counted.append(account.rule_bytes))
+    plain = [ask(9, temperature=1.0, seed=n) for n in range(2)]
+    drawn = [Request(a.prompt, {**a.extra, "acceptance": "ratio"}) for a in plain]
+    roomy.ask(*plain)
+    assert not any(counted)
+    roomy.ask(*drawn)
+    demands = [
+        demand_of(decide(one.extra, served_model(roomy.llm.llm_engine.vllm_config), [1]), 1)
+        for one in drawn
+    ]
+    assert max(counted) == RuleMemory.of_all(demand.of_rule for demand in demands)
+    assert roomy.is_idle()
+    assert account.rule_bytes == 0 and account.kept_bytes >= before
+
+
+def test_the_warm_up_captures_all_graphs(roomy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of requests need no graph that a step of the warm-up has not captured."""
+    buckets = buckets_of(roomy.runner.model.config)
+    batches = record(monkeypatch, roomy.runner, "launch", lambda launched, _: launched.batch)
+    model = served_model(roomy.llm.llm_engine.vllm_config)
+    warm_up(roomy.runner, model, row_budget=300, shows_progress=False)
+    captured = {buckets.find(batch) for batch in batches}
+    del batches[:]
+    for count in (1, 2, 5, 13, 40):
+        asks = [
+            ask(3 + 5 * n, prompt_seed=n, seed=n, stride=2 + n % 7, gen_length=6 + n % 9)
+            for n in range(count)
+        ]
+        roomy.ask(*asks)
+        roomy.ask(*map(one_by_one, asks))
+        if count < 5:
+            roomy.ask(*(Request(a.prompt, {**a.extra, "draft_branches": "all"}) for a in asks))
+    needed = {buckets.find(batch) for batch in batches if batch.num_rows <= 300}
+    assert len(needed) > 5
+    assert needed - {None} <= captured
 
 
 def test_many_seeds(engine: Engine) -> None:
