@@ -60,6 +60,17 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
     return made
 
 
+# This test is the first one of the file, because ranks are only forked if no engine ran before.
+def test_two_ranks(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a2d", "a2d_qwen3", 3)
+    model = load_reference(folder)
+    asks = [ask(random_prompt(n, seed=n), steps_per_block=4) for n in (5, 70, 33)]
+    with running(folder, tensor_parallel_size=2) as engine:
+        responses = engine.ask(*asks)
+    answers = [wanted(model, one) for one in asks]
+    assert [(r.token_ids, r.num_forwards) for r in responses] == answers
+
+
 @pytest.fixture(scope="module", params=["a2d_qwen3", "a2d_qwen2", "a2d_llama"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -173,6 +173,18 @@ def test_large_numbers_change_no_log_probability(
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(given), atol=1e-4, rtol=1e-4)
 
 
+def test_slots_that_were_released_hold_the_adapter_again(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "idlm")
+    add_adapter(folder, folder / "adapter", gain=0.3)
+    with running(folder, enable_sleep_mode=True) as engine:
+        before = engine.ask(*ASKS)
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+        after = engine.ask(*ASKS)
+    assert ids(after) == ids(before)
+    assert forwards(after) == forwards(before)
+
+
 def test_ratio_draws_from_the_distribution_with_the_adapter(wild: Engine) -> None:
     """Drafts of another distribution rarely hold, and answers depend on the seed alone."""
     asks = [Request(a.prompt, {**a.extra, "acceptance": "ratio"}) for a in ASKS]

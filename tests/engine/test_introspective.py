@@ -18,6 +18,7 @@ from tests.engine.harness import (
     Engine,
     Request,
     Response,
+    finish,
     num_cached,
     record,
     running,
@@ -247,6 +248,40 @@ def test_branches_change_no_token(
         )
         assert max(actual["commit_steps"]) == actual["num_steps"] < plain["num_steps"]
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize("branches", ["last", "all"])
+@pytest.mark.parametrize("num_before", [1, 2, 5, 6, 9])
+def test_changed_weights_verify_the_drafts_of_others(
+    num_before: int, branches: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """From the update on the answer is that of the new weights after the tokens before."""
+    new = make_case(tmp_path / "new", "idlm")
+    weights = {name: 0.8 * w.flip(0) for name, w in weights_of(new).items() if w.dim() == 2}
+    weights = {**weights_of(folders["flat"]), **weights}
+    weights["lm_head.weight"] *= 0.05
+    save_weights(new, weights)
+    fields = {"temperature": 0.8, "seed": 6, "stride": 4, "draft_branches": branches}
+    one = ask(70, gen_length=40, return_trajectory=True, **fields)
+    choose = drawn(0.8, 6)
+    old_logits, new_logits = (
+        partial(causal, load_reference(folder)) for folder in (folders["flat"], new)
+    )
+    with running(folders["flat"], num_gpu_blocks_override=600) as engine:
+        start(engine, "a", one)
+        while not any(c.num_steps == num_before for c in engine.runner.canvases.values()):
+            engine.llm.llm_engine.step()
+        engine.runner.model.load_weights(weights.items())
+        (answer,) = finish(engine).values()
+    trajectory = answer.report["trajectory"]
+    (_, first_step), *_ = (pair for pair in trajectory["weight_steps"] if pair[0] == 1)
+    num_old = sum(step < first_step for step in trajectory["commit_steps"])
+    assert 0 < num_old < 40
+    sequence = list(one.prompt)
+    for place in range(40):
+        logits_of = old_logits if place < num_old else new_logits
+        sequence.append(choose(logits_of(sequence, len(sequence))[-1], place))
+    assert answer.token_ids == sequence[70:]
 
 
 def test_distributions_count_in_the_memory_of_requests(roomy: Engine) -> None:
