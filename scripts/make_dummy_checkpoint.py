@@ -287,6 +287,7 @@ PRESETS: dict[tuple[str, str], Preset] = {
     # DiffusionGemma-26B-A4B, the text part
     ("diffusion-gemma", "26b-a4b"): Preset(
         sizes={
+            "canvas_length": 256,
             "global_head_dim": 512,
             "head_dim": 256,
             "hidden_size": 2816,
@@ -405,12 +406,12 @@ def write_checkpoint(
         )
 
     from tiny_model.checkpoint import generation_config, write_json
-    from tiny_model.family import load_format
+    from tiny_model.family import load_family
     from tiny_model.tokenizer import write_tokenizer
 
     config = configuration(family, size, num_layers=num_layers, shrink=shrink)
     directory.mkdir(parents=True, exist_ok=True)
-    described = load_format(preset.like or family)
+    described = load_family(preset.like or family)
     special_tokens = described.special_tokens
     write_tokenizer(
         directory,
@@ -437,9 +438,9 @@ def configuration(
     """
     preset = preset_of(family, size)
 
-    from tiny_model.family import load_format
+    from tiny_model.family import load_family
 
-    described = load_format(preset.like or family)
+    described = load_family(preset.like or family)
     tokens = tokens_of(preset, described.special_tokens)
     config = {**described.config(tokens), **preset.sizes, "torch_dtype": "bfloat16"}
     for key in WIDTH_KEYS:

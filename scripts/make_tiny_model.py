@@ -4,7 +4,8 @@
 
     scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
     scripts/make_tiny_model.py --family all  one of every family: llada, dream, llada-moe, llada2,
-                                             sdar, fast-dllm, nemotron, llada22, idlm
+                                             sdar, fast-dllm, nemotron, llada22, idlm,
+                                             diffusion-gemma
     scripts/make_tiny_model.py --check       only verify an existing one
 
 The model answers small questions (capitals, sums, opposites, colours, days, months, greetings) in

@@ -6,9 +6,9 @@
         --steps 8 --gen-length 32 --block-length 32 --prompt "What is the capital of France?"
 
 If the server requires a key, set VLLM_API_KEY. The body has the same ten standard fields for every
-family. Exit status: 0 with the answer on stdout, and a note on stderr if it has no text; 1 with one
-line on stderr if the server is absent, refuses the request, or does not answer in time; 2 for wrong
-arguments.
+family; only diffusion-gemma has no mask token, and so no fields of masks. Exit status: 0 with the
+answer on stdout, and a note on stderr if it has no text; 1 with one line on stderr if the server is
+absent, refuses the request, or does not answer in time; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class ModelFamily:
     """Facts about a family that a client needs.
 
     Attributes:
-        mask_id: id of the mask token of its released checkpoints.
+        mask_id: id of the mask token of its released checkpoints; None without a mask token.
         port: port of its server script.
         block_length: tokens per block, as released.
         fields: further fields of the body, which choose the decoding of the family's authors.
     """
 
-    mask_id: int
+    mask_id: int | None
     port: int
     block_length: int = 32
     fields: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +67,7 @@ FAMILIES = {
     "stable-diffcoder": ModelFamily(5, port=8907, block_length=4),
     "a2d": ModelFamily(151669, port=8909),
     "idlm": ModelFamily(151669, port=8920),
+    "diffusion-gemma": ModelFamily(None, port=8908, block_length=256),
 }
 
 
@@ -126,7 +127,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="denoising steps")
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length in tokens")
     parser.add_argument(
-        "--block-length", type=int, help="tokens of one block (default 32, for sdar 4)"
+        "--block-length",
+        type=int,
+        help="tokens of one block (default 32, for sdar 4, for diffusion-gemma 256)",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
@@ -173,13 +176,15 @@ def payload(options: argparse.Namespace) -> dict[str, Any]:
         "block_length": options.block_length or family.block_length,
         "temperature": options.temperature,
         "cfg_scale": 0.0,
-        "remasking": "low_confidence",
         **family.fields,
     }
+    if family.mask_id is not None:
+        body["remasking"] = "low_confidence"
     if not options.raw:
         body["apply_chat_template"] = True
     if options.mask_id == "family":
-        body["mask_id"] = family.mask_id
+        if family.mask_id is not None:
+            body["mask_id"] = family.mask_id
     elif options.mask_id != "none":
         body["mask_id"] = options.mask_id
     return body

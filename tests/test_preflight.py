@@ -313,6 +313,13 @@ def test_a_checkpoint_that_names_no_mask_token(home: Path) -> None:
     (folder / "config.json").write_text(json.dumps(sdar))
     (folder / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|MASK|>"}]}')
     assert start(home, *OURS, *words) == PASSED
+    gemma = {
+        "architectures": ["DiffusionGemmaForBlockDiffusion"],
+        "model_type": "diffusion_gemma",
+    }
+    (folder / "config.json").write_text(json.dumps(gemma))
+    (folder / "tokenizer.json").write_text('{"added_tokens": []}')
+    assert start(home, *OURS, *words) == PASSED  # its canvases have no mask token
 
 
 def test_files_that_are_whole_are_none_of_its_business(home: Path) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tiny_model.family import CheckpointFormat, TokenIds
+    from tiny_model.family import Family, TokenIds
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -25,7 +25,7 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def generation_config(family: CheckpointFormat, tokens: TokenIds) -> dict[str, Any]:
+def generation_config(family: Family, tokens: TokenIds) -> dict[str, Any]:
     """Return the special tokens of generation_config.json."""
     begin = {} if tokens.bos is None else {"bos_token_id": tokens.bos}
     end = [tokens.eot, tokens.eos] if family.lists_eot else tokens.eos

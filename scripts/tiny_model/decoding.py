@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tiny_model.family import Network, SeededNetwork
+    from tiny_model.family import Network, OpenNetwork, SeededNetwork
     from tiny_model.settings import DecodingSetting
 
 
@@ -232,6 +232,62 @@ def strided(
             rows[row, start + count : start + count + len(drafts)] = drafts
         after_forward(rows[:, :end])
     return rows[:, :end]
+
+
+@torch.inference_mode()
+def entropy_bound(
+    network: Network,
+    prompts: Tensor,
+    mask_id: int,
+    setting: DecodingSetting,
+    after_forward: Callable[[Tensor], object],
+    *,
+    bound: float = 0.1,
+    temperatures: tuple[float, float] = (0.4, 0.8),
+    confidence: float = 0.005,
+) -> Tensor:
+    """Run DiffusionGemma's loop; arguments and result as in family.Decode.
+
+    A block begins as random tokens. Each step predicts all of its tokens at a temperature that
+    falls, and keeps the most certain ones as long as the entropies before them sum to at most
+    `bound`; all others become random again. A block ends with its last step, or as soon as all of
+    its predictions are certain and equal to the previous ones.
+    """
+    model, generator = cast("OpenNetwork", network), torch.Generator().manual_seed(0)
+    rows, length = _with_canvas(prompts, mask_id, setting), prompts.shape[1]
+    num_steps = setting.steps // (setting.canvas // setting.block_length)
+    low, high = temperatures
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randint(model.num_tokens, like.shape, generator=generator)
+
+    for start in range(length, length + setting.canvas, setting.block_length):
+        seen = rows[:, : start + setting.block_length]
+        window, soft, before = seen[:, start:], None, None
+        window.copy_(noise(window))
+        ends = torch.zeros(len(rows), dtype=torch.bool)
+        for step in range(num_steps):
+            hidden = model.denoised(seen, torch.full((len(rows),), start), soft)
+            logits = model.logits(hidden) / (low + (high - low) * (num_steps - step) / num_steps)
+            after_forward(rows)
+            soft, shares = model.expected(logits), logits[:, start:].softmax(dim=-1)
+            entropy, best = torch.special.entr(shares).sum(dim=-1), shares.argmax(dim=-1)
+            kept = noise(best)
+            if step + 1 < num_steps:
+                ordered, order = entropy.sort(dim=-1, stable=True)
+                is_kept = ordered.cumsum(dim=-1) - ordered <= bound
+                kept = best.where(is_kept.gather(1, order.argsort(dim=-1)), kept)
+            else:
+                kept = best
+            window.copy_(torch.where(ends[:, None], window, kept))
+            if before is not None:
+                is_stable = (best == before).all(dim=-1) & (entropy.mean(dim=-1) < confidence)
+                window.copy_(torch.where((is_stable & ~ends)[:, None], best, window))
+                ends |= is_stable
+            before = best
+            if ends.all():
+                break
+    return rows
 
 
 def _on_grid(prompts: Tensor, mask_id: int, setting: DecodingSetting) -> Tensor:

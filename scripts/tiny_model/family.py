@@ -24,10 +24,9 @@ _MODULES = {
     "nemotron": "tiny_model.nemotron",
     "llada22": "tiny_model.llada22",
     "idlm": "tiny_model.idlm",
+    "diffusion-gemma": "tiny_model.diffusion_gemma",
 }
 FAMILY_NAMES = tuple(_MODULES)
-# Families whose checkpoints can be described, but not trained.
-_FORMATS = {"diffusion-gemma": "tiny_model.diffusion_gemma"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,30 @@ class SeededNetwork(Network, Protocol):
         ...
 
 
+@runtime_checkable
+class OpenNetwork(Network, Protocol):
+    """A Network with a causal context, whose canvases have random tokens instead of masks.
+
+    Attributes:
+        num_tokens: number of tokens that the random ones are drawn from.
+    """
+
+    num_tokens: int
+
+    def denoised(self, ids: Tensor, starts: Tensor, soft: Tensor | None) -> Tensor:
+        """Return final normed hidden states [B, T, D] fp32 of ids [B, T] int64.
+
+        Rows before starts [B] attend to the rows up to themselves. The rows from `starts` on form a
+        canvas: they attend to all rows, and each predicts its own token. `soft` [B, T, D] are the
+        embeddings that they expect after the previous step; None in the first step.
+        """
+        ...
+
+    def expected(self, logits: Tensor) -> Tensor:
+        """Map logits [..., V] to the embeddings [..., D] that their distributions expect."""
+        ...
+
+
 class Decode(Protocol):
     """A decoding loop."""
 
@@ -123,33 +146,20 @@ class Decode(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFormat:
-    """The files of a model family's checkpoints, without weights."""
+class Family:
+    """A model family: its tokens, files and network."""
 
     name: str
     special_tokens: SpecialTokens
     chat_template: str  # Jinja template
-    config: Callable[[TokenIds], dict[str, Any]]  # returns the contents of config.json
-    lists_eot: bool = False  # generation_config.json also lists the end of a turn as a stop token
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family(CheckpointFormat):
-    """A model family: its tokens, files and network."""
-
     template_texts: tuple[str, ...]  # texts whose words must be single tokens, too
+    config: Callable[[TokenIds], dict[str, Any]]  # returns the contents of config.json
     # Maps the contents of config.json to a module that is a Network
     network: Callable[[dict[str, Any]], nn.Module]
     decode: Decode  # the loop that the family's authors publish as their default
+    lists_eot: bool = False  # generation_config.json also lists the end of a turn as a stop token
 
 
 def load_family(name: str) -> Family:
     """Return the family called `name` (one of FAMILY_NAMES); imports torch."""
     return cast("Family", import_module(_MODULES[name]).FAMILY)
-
-
-def load_format(name: str) -> CheckpointFormat:
-    """Return the format called `name`: a family, or one that cannot be trained."""
-    if name in _MODULES:
-        return load_family(name)
-    return cast("CheckpointFormat", import_module(_FORMATS[name]).FORMAT)

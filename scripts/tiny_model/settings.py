@@ -17,6 +17,7 @@ _ITERATIONS = {
     "nemotron": (220, 440),
     "llada22": (200, 460),
     "idlm": (220, 440),
+    "diffusion-gemma": (220, 440),
 }
 # Block lengths for training and verification, by family; for idlm the stride.
 BLOCK_LENGTHS = {
@@ -26,6 +27,7 @@ BLOCK_LENGTHS = {
     "nemotron": 32,
     "llada22": 32,
     "idlm": 4,
+    "diffusion-gemma": 32,
 }
 _WRONG_SHARES = {"llada22": 0.1}  # share of wrong tokens, for families that replace tokens
 

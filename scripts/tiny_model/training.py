@@ -22,6 +22,9 @@ batch), and all tokens of a canvas are predicted.
 
 Families with a causal context: the block of a row begins with a known token of its answer, in half
 of the rows with the first one. Every causal row of an answer also learns the token behind it.
+
+Families without a mask token: random tokens take the place of masks, and all tokens of a canvas are
+predicted. Every second batch has the embeddings that a first prediction of the same rows expects.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tiny_model.family import SeededNetwork
+from tiny_model.family import OpenNetwork, SeededNetwork
 from tiny_model.progress import progress
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
 _LATER_SHARE = 0.5  # share of the blocks that begin with a later token of the answer than its first
 _LATEST_SEED = 8  # latest position in the answer of such a token
+_SHARED_PART = 0.67  # of the embeddings of one word that begin similar
+_CONDITIONED_SHARE = 0.5  # share of the batches with expected embeddings
 
 
 class Example(NamedTuple):
@@ -169,6 +174,8 @@ def train(
         batch = batches.draw(canvas)
         if isinstance(network, SeededNetwork):
             hidden, wanted = _seeded(network, batch)
+        elif isinstance(network, OpenNetwork):
+            hidden, wanted = _denoised(network, batch, tokens.mask)
         else:
             hidden = model.hidden(batch.noised, batch.clean)[batch.predicted]
             wanted = batch.clean[batch.predicted]
@@ -205,20 +212,39 @@ def _seeded(network: SeededNetwork, batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat((causal, denoised)), torch.cat(wanted)
 
 
+def _denoised(network: OpenNetwork, batch: Batch, mask_id: int) -> tuple[Tensor, Tensor]:
+    """Return hidden states [N, D] of all canvas rows, and the tokens [N] to predict."""
+    noise = torch.randint(network.num_tokens, batch.noised.shape)
+    rows = noise.where(batch.noised == mask_id, batch.noised)
+    soft = None
+    if torch.rand(()) < _CONDITIONED_SHARE:
+        with torch.no_grad():
+            soft = network.expected(network.logits(network.denoised(rows, batch.starts, None)))
+    is_canvas = torch.arange(rows.shape[1]) >= batch.starts[:, None]
+    hidden = network.denoised(rows, batch.starts, soft)
+    return hidden[is_canvas], batch.clean[is_canvas]
+
+
 def _share_words(network: nn.Module, words: Tensor) -> None:
     """Make tokens of one word, such as "the", " the" and " The", share their embedding permanently.
 
     words [V] int64 holds for each token the first token of its word. Each token of a word receives
-    the gradients of all of them.
+    the gradients of all of them. If the embedding is also the head, which must distinguish them,
+    they only begin with similar embeddings.
     """
     embedding = _embedding_of(network)
     words = torch.cat((words, torch.arange(len(words), embedding.num_embeddings)))
+    shared = embedding.weight.detach()[words]
+    if isinstance(network, OpenNetwork):
+        with torch.no_grad():
+            embedding.weight.lerp_(shared, _SHARED_PART)
+        return
 
     def share(gradient: Tensor) -> Tensor:
         return torch.zeros_like(gradient).index_add_(0, words, gradient)[words]
 
     with torch.no_grad():
-        embedding.weight.copy_(embedding.weight[words])
+        embedding.weight.copy_(shared)
     embedding.weight.register_hook(share)
 
 

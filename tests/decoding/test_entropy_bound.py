@@ -181,3 +181,43 @@ def test_edits_do_not_count_the_current_canvas() -> None:
     assert rule.decided(tokens)[PROMPT:].tolist() == [NO_MASK] * 3 * LENGTH
     decide(rule, [1, 2, 3, 4], SURE)
     assert rule.decided(tokens)[PROMPT:].tolist() == [5] * LENGTH + [NO_MASK] * 2 * LENGTH
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_end_is_guessed_from_the_latest_tokens(count: int) -> None:
+    """The guess has the state that the rule reaches if the canvas ends with the next step."""
+    rule = rule_of(stability_threshold=count, confidence_threshold=0.005)
+    for _ in range(count):
+        assert not rule.is_near_end
+        decide(rule, [1, 2, 3, 4], UNSURE)
+    assert rule.is_near_end
+    guessed, filled = rule.end_now(tokens_of(rule))
+    assert filled[PROMPT : PROMPT + LENGTH].tolist() == [1, 2, 3, 4]
+    assert not has_ended(rule)
+    decide(rule, [1, 2, 3, 4], SURE)
+    assert (guessed.start, guessed.step) == (rule.start, rule.step) == (PROMPT + LENGTH, 0)
+    assert guessed.first_step == rule.first_step == count + 1
+    (target, same) = (each.prepare(filled) for each in (guessed, rule))
+    assert target is not None and target.fill is not None
+    assert same is not None and same.fill is not None
+    assert target.rows == same.rows
+    assert target.fill[1].tolist() == same.fill[1].tolist() == noise(0, start=LENGTH)
+
+
+def test_no_end_is_guessed_without_a_reason() -> None:
+    rule = rule_of(confidence_threshold=0.005)
+    decide(rule, [1, 2, 3, 4], [1.0] * LENGTH)
+    assert not rule.is_near_end  # the entropies are far from the threshold
+    unstable = rule_of(confidence_threshold=0.005, stability_threshold=2)
+    for tokens in ([1, 2, 3, 4], [1, 2, 3, 5]):
+        decide(unstable, tokens, UNSURE)
+    assert not unstable.is_near_end
+    unknown = rule_of(confidence_threshold=0.005, stability_threshold=0)
+    decide(unknown, [1, 2, 3, 4], UNSURE)
+    assert not unknown.is_near_end
+    last = rule_of(confidence_threshold=0.0, steps_per_block=2)
+    decide(last, [1, 2, 3, 4], [1.0] * LENGTH)
+    assert last.is_near_end  # a canvas ends with its last step
+    decide(last, [1, 2, 3, 4], [1.0] * LENGTH)
+    decide(last, [1, 2, 3, 4], SURE)
+    assert not last.is_near_end  # no canvas follows

@@ -11,15 +11,19 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 
 
 class Published:
-    """Checks after every step that pages with a hash, which others may use, never change."""
+    """Checks after every step that pages with a hash, which others may use, never change.
+
+    Layers with a window give their pages to others while the page has its hash.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._pool = engine.scheduler.paging.manager.block_pool
-        self._store, self._num_layers = engine.runner.caches, len(engine.runner.model.layers)
+        self._store, layers = engine.runner.caches, range(len(engine.runner.model.layers))
+        self._layers = [layer for layer in layers if not self._store.has_window(layer)]
         self._known: dict[Any, torch.Tensor] = {}
 
     def check(self) -> None:
-        pages = [self._pages_of(layer) for layer in range(self._num_layers)]
+        pages = [self._pages_of(layer) for layer in self._layers]
         now = {
             (block.block_hash, block.block_id): torch.stack([p[block.block_id] for p in pages])
             for block in self._pool.blocks

@@ -154,6 +154,14 @@ def test_those_who_do_not_share_the_rows(is_window: bool, count: int, share: int
     }
 
 
+def test_a_graph_may_limit_all_rows() -> None:
+    parameters = {str(i): NextForward(256, keeps=True, unit=256) for i in range(12)}
+    limits = StepLimits(GRAPH_ROWS, holds_for_all=True)
+    first = step_behind([], parameters, FULL_BUDGET, limits)
+    assert list(first) == list("0123")
+    assert list(step_behind(first, parameters, FULL_BUDGET, limits)) == list("4567")
+
+
 def test_windows_go_with_whole_sequences_where_a_graph_holds_all() -> None:
     parameters = {
         "window": NextForward(32, keeps=True, is_window=True),

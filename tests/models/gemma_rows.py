@@ -9,6 +9,7 @@ from vllm.diffusion.layers.gemma_rows import (
     add_branches,
     add_normed,
     gelu_mul,
+    rounded_softmax,
     soft_cap,
 )
 from vllm.diffusion.layers.norm import RMSNorm
@@ -63,6 +64,17 @@ def check_rows(device: str, dtype: torch.dtype, limit: float) -> None:
         logits[:, :3] = torch.tensor([0.0, 1e4, -1e4], device=device)
         wanted = torch.tanh(logits.double() / 30) * 30
         assert_close(soft_cap(logits, 30.0), wanted, 1e-6)
+
+        logits[:, 3:5] = -torch.inf  # as filters leave them
+        wanted = logits.to(dtype).double().softmax(dim=-1)
+        shares = rounded_softmax(logits, dtype)
+        assert shares.dtype == dtype
+        assert_close(shares, wanted, limit)
+    # several steps of a program, the first without a finite logit
+    logits = torch.randn(2, 20_000, generator=generator).to(device) * 3
+    logits[0, :9_000] = -torch.inf
+    wanted = logits.to(dtype).double().softmax(dim=-1)
+    assert_close(rounded_softmax(logits, dtype), wanted, limit)
 
 
 def assert_close(given: torch.Tensor, wanted: torch.Tensor, limit: float) -> None:

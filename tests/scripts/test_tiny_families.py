@@ -15,7 +15,10 @@ from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import BatchMaker, Example
 
-FAMILIES = ("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22", "idlm")
+FAMILIES = (
+    *("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22", "idlm"),
+    "diffusion-gemma",
+)
 # All of the recipe but the training: two small iterations, one forward pass per verification.
 QUICK = Plan(
     training=TrainingSettings(
@@ -129,6 +132,7 @@ def test_templates_may_leave_thinking_out(
             "nemotron",
             ["<s>", "<|im_end|>", "<SPECIAL_100>", "<|im_start|>", "<think>", "</think>"],
         ),
+        ("diffusion-gemma", ["<bos>", "<eos>", "<mask>", "<pad>", "<|turn>", "<turn|>"]),
     ],
 )
 def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[str]) -> None:
@@ -137,7 +141,8 @@ def test_special_tokens(checkpoints: dict[str, Path], family: str, tokens: list[
     assert set(tokenizer.all_special_tokens) == set(tokens)
     for token in tokens:
         assert tokenizer.encode(token) == [tokenizer.convert_tokens_to_ids(token)]
-    end = "<|im_end|>" if family == "nemotron" else "<|endoftext|>"
+    ends = {"nemotron": "<|im_end|>", "diffusion-gemma": "<eos>"}
+    end = ends.get(family, "<|endoftext|>")
     assert tokenizer.eos_token == tokenizer.pad_token == end
     assert len(tokenizer) < config["vocab_size"]  # padded like the released checkpoints
 
@@ -225,6 +230,24 @@ def test_a_seeded_block_is_computed_as_behind_its_context() -> None:
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
             after = network.seeded(rows[:, :start], torch.tensor([start]))[0]
             torch.testing.assert_close(after, wanted[:start], rtol=1e-4, atol=1e-4)
+
+
+def test_a_canvas_is_computed_behind_its_own_context() -> None:
+    """Rows of a batch have canvases that begin at different positions."""
+    network, config = random_network("diffusion-gemma", sliding_window=7)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(TOKENS.vocab_size, (3, 20), generator=generator)
+    soft = torch.randn(3, 20, config["hidden_size"], generator=generator)
+    starts = torch.tensor([6, 9, 12])
+    with torch.inference_mode():
+        hidden = network.denoised(ids, starts, soft)
+        for row, start in enumerate(starts.tolist()):
+            one = slice(row, row + 1)
+            alone = network.denoised(ids[one], starts[one], soft[one])
+            torch.testing.assert_close(hidden[one], alone, rtol=1e-4, atol=1e-4)
+            # The context is causal, and knows neither the canvas nor what it expects.
+            shorter = network.denoised(ids[one, :start], starts[one], None)
+            torch.testing.assert_close(hidden[one, :start], shorter, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_a_block_share_their_experts() -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.request.families import FAMILIES
+from vllm.diffusion.request.families import DIFFUSION_GEMMA, FAMILIES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.diffusion.request.families import Family
     from vllm.engine.arg_utils import EngineArgs
 
 
@@ -35,6 +38,32 @@ def register() -> None:
     _check_engines_first()
     _register_configurations()
     _register_models()
+
+
+def _families() -> list[Family]:
+    """Return the families that Mosaic serves in this process; vLLM serves all other models."""
+    from vllm.diffusion.core import envs
+
+    left = [DIFFUSION_GEMMA] if envs.leaves_gemma() else []
+    return [family for family in FAMILIES if family not in left]
+
+
+def _is_left(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that vLLM serves by the user's wish."""
+    names = config.get("architectures") or ()
+    left = [family for family in FAMILIES if family not in _families()]
+    return any(name in family.architectures for family in left for name in names)
+
+
+def _refuse_without_kernels(model: str) -> None:
+    from vllm.diffusion.core.errors import ServerConfigError
+    from vllm.platforms import current_platform
+
+    if not getattr(current_platform, "has_compiled_kernels", True):
+        raise ServerConfigError(
+            f"VLLM_DLLM_UPSTREAM_GEMMA: given 1; wanted 0 for model {model}: vLLM's own models "
+            "need its compiled kernels, and this installation has none"
+        )
 
 
 def _register_transfer() -> None:
@@ -97,6 +126,9 @@ def _check_names(engine: EngineArgs) -> None:
     config = get_hf_file_to_dict("config.json", engine.model, engine.revision)
     if not isinstance(config, dict):
         return
+    if _is_left(config):
+        _refuse_without_kernels(engine.model)
+        return
     overrides = engine.hf_overrides if isinstance(engine.hf_overrides, dict) else {}
     settings = Settings.of(server_settings(engine.additional_config))
     missing = other_names.missing_values(
@@ -157,12 +189,12 @@ def _register_configurations() -> None:
             ops.use_scheme(vllm_config, has_fp8_head=settings_of(vllm_config).fp8_head)
             validator.install()
 
-    for model_type, config_class in config_classes().items():
+    for model_type, config_class in config_classes(_families()).items():
         _CONFIG_REGISTRY[model_type] = config_class
         # Upstream registers it where it reads a configuration; tokenizers need it in other
         # processes, too.
         AutoConfig.register(model_type, config_class, exist_ok=True)
-    for family in FAMILIES:
+    for family in _families():
         MODELS_CONFIG_MAP.update(dict.fromkeys(family.architectures, DiffusionModelConfig))
     MODELS_CONFIG_MAP.setdefault("LlamaForCausalLM", LlamaModelConfig)
 
@@ -189,7 +221,7 @@ def _register_models() -> None:
 
     # The class is registered itself, not by name. For a name, upstream would start another
     # process, once on every machine, which imports everything to inspect the class.
-    for family in FAMILIES:
+    for family in _families():
         for architecture in family.architectures:
             ModelRegistry.register_model(architecture, named_class(family.model_class))
 

@@ -152,6 +152,11 @@ def serves_as_autoregressive() -> bool:
     return _flag("VLLM_DLLM_SERVE_AS_AR")
 
 
+def leaves_gemma() -> bool:
+    """VLLM_DLLM_UPSTREAM_GEMMA=1: serve DiffusionGemma with vLLM's own model and loop."""
+    return _flag("VLLM_DLLM_UPSTREAM_GEMMA")
+
+
 def set_default(name: str, value: str) -> None:
     """Set an environment variable for this process and its children unless the user set it."""
     os.environ.setdefault(name, value)
@@ -168,6 +173,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     "VLLM_DLLM_COMMIT_FUSION": fuses_commits,
     "VLLM_DLLM_KERNELS": kernels,
     "VLLM_DLLM_SERVE_AS_AR": serves_as_autoregressive,
+    "VLLM_DLLM_UPSTREAM_GEMMA": leaves_gemma,
     "VLLM_VMM_CHUNK_SIZE": vmm_chunk_size,
     "DLLM_MAX_REQUEST_BYTES": max_request_bytes,
     "DLLM_MAX_ANSWERS": max_answers,

@@ -72,6 +72,13 @@ class PageTable(NamedTuple):
 
     rows: Tensor  # [E] int32 on the device: the first row of every page
     size: int  # rows of a page
+    # [E] int32, the same for layers with a window; None if all layers have the same pages
+    window_rows: Tensor | None = None
+
+    @property
+    def of_window(self) -> PageTable:
+        """The table of layers with a window; entries outside of the window are undefined."""
+        return self if self.window_rows is None else PageTable(self.window_rows, self.size)
 
     def rows_of(self, start: int, end: int) -> Tensor:
         """Return rows [end - start] int32 of keys `start` to `end`; a page starts at `start`."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
+# The end of a canvas is guessed if its mean entropy is at most this multiple of the threshold.
+_NEAR_END = 8.0
 _NOISE_STEPS = 8  # steps whose noise is drawn at once
 
 
@@ -53,6 +55,7 @@ class EntropyBound(DecodingRule):
         self.step = 0
         self._num_steps = params.steps_per_block or 1
         self._most_likely: list[Array] = []  # tokens of the latest steps of the canvas
+        self._mean_entropy = np.inf  # of the latest step of the canvas
         # Canvas and first step of the drawn noise [steps, L].
         self._drawn_at, self._drawn = (-1, -1), np.zeros((0, 0), dtype=np.int64)
         self.accepted: Mask = np.zeros(params.block_length, dtype=np.bool_)
@@ -132,21 +135,48 @@ class EntropyBound(DecodingRule):
         assert most_likely is not None  # the scoring requires it
         self.step += 1
         if self.step == self._num_steps or self._is_stable(most_likely, entropies):
-            self.first_step += self.step
-            self.start, self.step = self.start + self.params.block_length, 0
-            self._most_likely.clear()
-            self._count_unconfirmed()
+            self._end_canvas()
             self.accepted = np.ones(most_likely.size, dtype=np.bool_)
             return Commit(candidates.positions, most_likely)
         self.accepted = self.accept(entropies)
         tokens = np.where(self.accepted, candidates.tokens, self._noise(self.step))
         return Commit(candidates.positions, tokens)
 
+    def _end_canvas(self) -> None:
+        self.first_step += self.step
+        self.start, self.step = self.start + self.params.block_length, 0
+        self._most_likely, self._mean_entropy = [], np.inf
+        self._count_unconfirmed()
+
+    @property
+    def is_near_end(self) -> bool:
+        """Whether the next step may end the canvas, if it finds the same most likely tokens."""
+        params, earlier = self.params, self._most_likely
+        if not earlier or self.start + params.block_length >= self._end:
+            return False
+        is_stable = len(earlier) == params.stability_threshold and all(
+            (tokens == earlier[0]).all() for tokens in earlier
+        )
+        nears = self._mean_entropy <= _NEAR_END * params.confidence_threshold
+        return self.step + 1 == self._num_steps or (is_stable and nears)
+
+    def end_now(self, tokens: Array) -> tuple[EntropyBound, Array]:
+        """Return the rule and the tokens after a step that ends the canvas as `is_near_end` says.
+
+        The next canvas is not begun. This rule and `tokens` do not change.
+        """
+        ended, filled = self.fork(), tokens.copy()
+        filled[self.start : self.start + self.params.block_length] = self._most_likely[-1]
+        ended.step += 1
+        ended._end_canvas()
+        return ended, filled
+
     def _is_stable(self, most_likely: Array, entropies: Array) -> bool:
         """Whether the canvas ends: its most likely tokens stay the same, and are certain."""
         count, earlier = self.params.stability_threshold, self._most_likely
         is_same = len(earlier) == count and all((most_likely == e).all() for e in earlier)
         self._most_likely = [*earlier, most_likely][-count:] if count else []
+        self._mean_entropy = float(entropies.mean())
         return is_same and bool(entropies.mean() < self.params.confidence_threshold)
 
     def _count_unconfirmed(self) -> None:

@@ -54,10 +54,13 @@ class NewPages:
         page_ids: page numbers in the store.
         num_kept: number of positions, from 0, whose keys and values the pages hold, if they replace
             all pages of the request; None if they extend its pages.
+        window_ids: page numbers, at the same positions, for layers with a window, negative for
+            none; empty if all layers have the same pages.
     """
 
     page_ids: list[int]
     num_kept: int | None = None
+    window_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

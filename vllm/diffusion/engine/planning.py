@@ -210,6 +210,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         row_unit=max(architecture.scoring.window, 1),
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
         head=_head_buffers(vllm_config, head),
+        window_layers=config.window_layers(num_ranks),
     )
     slots = slots_of(vllm_config)
     if slots is None:

@@ -138,3 +138,35 @@ def launch_cap(logits: Tensor, cap: float) -> None:
     cap_kernel[(num_rows, triton.cdiv(num_columns, 4096))](
         logits, cap, num_columns, logits.stride(0), COLUMNS=4096, num_warps=8
     )
+
+
+@triton.jit
+def rounded_softmax_kernel(logits, out, num_columns, stride, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dtype = out.dtype.element_ty
+    columns = tl.arange(0, COLUMNS)
+    highest, total = float("-inf"), 0.0
+    # The second pass reads the row again, because it does not fit into registers.
+    for first in range(0, num_columns, COLUMNS):
+        is_column = first + columns < num_columns
+        at = logits + row * stride + first + columns
+        value = tl.load(at, mask=is_column, other=float("-inf")).to(dtype).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(value, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - base) + tl.sum(tl.exp(value - base), axis=0)
+        highest = higher
+    for first in range(0, num_columns, COLUMNS):
+        is_column = first + columns < num_columns
+        at = logits + row * stride + first + columns
+        value = tl.load(at, mask=is_column, other=0.0).to(dtype).to(tl.float32)
+        share = tl.exp(value - highest) / total
+        tl.store(out + row * num_columns + first + columns, share.to(dtype), mask=is_column)
+
+
+def launch_rounded_softmax(logits: Tensor, out: Tensor) -> None:
+    """Enqueue `gemma_rows.rounded_softmax`; the arguments are checked."""
+    num_rows, num_columns = logits.shape
+    columns = min(8192, triton.next_power_of_2(num_columns))
+    rounded_softmax_kernel[(num_rows,)](
+        logits, out, num_columns, logits.stride(0), COLUMNS=columns, num_warps=8
+    )

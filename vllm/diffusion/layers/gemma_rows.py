@@ -99,6 +99,23 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     return logits
 
 
+def rounded_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return softmax(logits) [R, V] in a 16-bit or wider dtype, in which logits are rounded first.
+
+    Args:
+        logits: [R, V] fp32, of which at least one per row is finite.
+        dtype: dtype of the result. The softmax is computed in fp32.
+    """
+    kernels = _kernels_for(logits)
+    if kernels is None or not logits.numel():
+        # A 16-bit softmax of PyTorch computes in fp32 and rounds its result.
+        return torch.softmax(logits.to(dtype), dim=-1)
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    with on_device_of(logits):
+        kernels.launch_rounded_softmax(logits, out)
+    return out
+
+
 def _kernels_for(rows: Tensor) -> ModuleType | None:
     is_interpreted = IS_INTERPRETED and rows.dtype != torch.bfloat16
     is_taken = rows.is_cuda or is_interpreted

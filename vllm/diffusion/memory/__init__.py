@@ -29,6 +29,7 @@ from vllm.diffusion.memory.shapes import (
 )
 from vllm.diffusion.memory.virtual_memory import activation_pool
 from vllm.diffusion.memory.weight_memory import ArenaWeights, WeightMemory
+from vllm.diffusion.memory.windowed_store import WindowedPageStore
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -53,6 +54,7 @@ __all__ = [
     "RuleMemory",
     "StepShape",
     "WeightMemory",
+    "WindowedPageStore",
     "activation_pool",
     "chunks",
     "rates_of",

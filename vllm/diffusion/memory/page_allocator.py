@@ -15,6 +15,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.pages import PAGE_ROWS, PAGE_SIZE, num_pages
 from vllm.diffusion.core.spans import PageTable
 from vllm.diffusion.memory.activation_pool import PoolExhaustedError
+from vllm.diffusion.memory.windowed_store import WindowedPageStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,12 +38,16 @@ class KeptSequence:
         slots: [length] int64, row of the store for every position.
         start: index of position 0 in the store's table; the page of entry e holds the positions e *
             PAGE_SIZE to (e + 1) * PAGE_SIZE.
+        window_pages, window_slots: the same for layers with a window; negative for positions
+            without a page. None if all layers have the same pages.
     """
 
     length: int
     pages: Array
     slots: Array
     start: int
+    window_pages: Array | None = None
+    window_slots: Array | None = None
 
     @property
     def keys(self) -> slice:
@@ -60,6 +65,9 @@ class PageAllocator:
     Args:
         store: the pages.
         pool: memory in which the store allocates its pages.
+
+    Attributes:
+        fixed_sizes: the arguments of `fix`; None if it was not called.
     """
 
     def __init__(self, store: PageStore, pool: ActivationPool) -> None:
@@ -68,7 +76,7 @@ class PageAllocator:
         # Number of requests that have each page, for pages that are not free.
         self._holders = Counter[int]()
         self._scratch: dict[str, list[int]] = {}  # draft pages of a fixed store, by draft
-        self._is_fixed = False
+        self.fixed_sizes: tuple[int, int, int, int] | None = None
 
     def allocate(self, req_id: str, length: int, host_layers: int = 0) -> KeptSequence:
         """Give a request uninitialised pages for `length` positions, replacing its previous pages.
@@ -146,12 +154,12 @@ class PageAllocator:
             is_shared[positions.start : positions.stop] = False
         pages_each = int(np.count_nonzero(~is_shared.reshape(-1, PAGE_SIZE).all(axis=1)))
         room = len(store.free)
-        if can_grow and not self._is_fixed:
+        if can_grow and not self.is_fixed:
             max_pages = int(MAX_SHARE_WITH_DRAFTS * self._pool.budget_bytes) // store.page_bytes
             room = max(room, max_pages - store.num_pages + room)
         names = names[: room // pages_each]
         drafts = self._share(names, owner, kept.length, is_shared)
-        if self._is_fixed:
+        if self.is_fixed:
             for name, draft in zip(names, drafts, strict=True):
                 self._scratch[name] = draft.pages[draft.pages != kept.pages].tolist()
         return drafts
@@ -163,6 +171,7 @@ class PageAllocator:
             pages = self._sequences[name].pages
             is_own = pages != kept
             self.store.copy(kept[is_own].tolist(), pages[is_own].tolist())
+            self._copy_windows(self._sequences[owner], self._sequences[name], is_own)
 
     def _share(
         self, names: Sequence[str], owner: str, length: int, is_shared: Array
@@ -179,8 +188,30 @@ class PageAllocator:
             pages[own_pages] = [self.store.free.pop() for _ in own_pages]
             self.store.copy(sources.tolist(), pages[copied].tolist())
             shares.append(self._hold(name, length, pages))
+            self._share_windows(self._sequences[owner], shares[-1], own_pages, copied)
         self.update_table()
         return shares
+
+    def _share_windows(
+        self, owner: KeptSequence, draft: KeptSequence, own_pages: Array, copied: Array
+    ) -> None:
+        """Give a draft the owner's window pages, and those of its own pages."""
+        if owner.window_pages is None or self.fixed_sizes is None:
+            return
+        num_pages, _, _, num_window_pages = self.fixed_sizes
+        draft.window_pages = owner.window_pages[: len(draft.pages)].copy()
+        draft.window_pages[own_pages] = num_window_pages + draft.pages[own_pages] - num_pages
+        draft.window_slots = _slots(draft.window_pages, draft.length)
+        self._copy_windows(owner, draft, copied)
+
+    def _copy_windows(self, owner: KeptSequence, draft: KeptSequence, indices: Array) -> None:
+        """Copy window pages of a request to its draft; `indices` select pages of the sequence."""
+        store = self.store
+        if owner.window_pages is None or draft.window_pages is None:
+            return
+        assert isinstance(store, WindowedPageStore)
+        sources, targets = owner.window_pages[indices], draft.window_pages[indices]
+        store.windows.copy(sources.tolist(), targets.tolist())
 
     def copy(self, req_id: str, owner: str) -> None:
         """Copy all cached rows of a request of equal length to this request's pages."""
@@ -190,7 +221,7 @@ class PageAllocator:
     def _hold(self, req_id: str, length: int, pages: Array) -> KeptSequence:
         kept = KeptSequence(length, pages, _slots(pages, length), 0)
         self._sequences[req_id] = kept
-        if not self._is_fixed:
+        if not self.is_fixed:
             self._holders.update(pages.tolist())
         return kept
 
@@ -199,11 +230,13 @@ class PageAllocator:
 
         Requests can then start without moving the pages of others. `trim` releases the pages.
         """
-        if not self._is_fixed:
+        if not self.is_fixed:
             with suppress(PoolExhaustedError, torch.OutOfMemoryError):
                 self._provide(num_pages(positions))
 
-    def fix(self, num_pages: int, most_entries: int, scratch: int = 0) -> None:
+    def fix(
+        self, num_pages: int, most_entries: int, scratch: int = 0, num_window_pages: int = 0
+    ) -> None:
         """Replace all pages by a fixed number of pages; `assign` numbers them from 0.
 
         Args:
@@ -211,17 +244,27 @@ class PageAllocator:
             most_entries: maximum pages of all requests together; a shared page counts for each of
                 its requests.
             scratch: number of further pages, for drafts.
+            num_window_pages: number of pages for layers with a window; the further pages have
+                further ones.
 
         Raises:
             PoolExhaustedError: the pool has no memory for them.
         """
         self._sequences.clear()
+        if isinstance(self.store, WindowedPageStore):
+            self.store.windows.resize(num_window_pages + scratch)
         self.store.resize(num_pages + scratch)
         self.store.free = list(range(num_pages, num_pages + scratch))
-        self.store.most_entries, self._is_fixed = most_entries, True
+        self.store.most_entries = most_entries
+        self.fixed_sizes = (num_pages, most_entries, scratch, num_window_pages)
 
     def assign(
-        self, req_id: str, pages: Sequence[int], *, behind: bool = False
+        self,
+        req_id: str,
+        pages: Sequence[int],
+        *,
+        behind: bool = False,
+        window_pages: Sequence[int] = (),
     ) -> KeptSequence | None:
         """Give a request pages of a fixed store; call `update_table` before they are read.
 
@@ -229,6 +272,8 @@ class PageAllocator:
             req_id: ID of the request.
             pages: page numbers.
             behind: whether they extend the request's pages instead of replacing them.
+            window_pages: pages at the same positions for layers with a window, negative for none;
+                empty if all layers have the same pages.
 
         Returns:
             the location of its keys and values; None if it has no pages.
@@ -238,14 +283,10 @@ class PageAllocator:
             self.release(req_id)
         if not pages:
             return previous
-        new = np.array(pages, dtype=np.int64)
-        slots = _slots(new, len(new) * PAGE_SIZE)
+        kept = _kept(pages, window_pages)
         if previous is not None:
-            new, slots = (
-                np.concatenate([previous.pages, new]),
-                np.concatenate([previous.slots, slots]),
-            )
-        kept = self._sequences[req_id] = KeptSequence(len(slots), new, slots, start=0)
+            kept = _joined(previous, kept)
+        self._sequences[req_id] = kept
         return kept
 
     def holds(self, req_id: str) -> bool:
@@ -256,20 +297,23 @@ class PageAllocator:
         """Write the pages of all sequences to a new table; steps in flight keep the old one."""
         if not self._sequences:
             return
-        start, pages = 0, []
+        start, pages, window_pages = 0, [], []
         for kept in self._sequences.values():
             kept.start = start
             start += len(kept.pages) * PAGE_SIZE
             pages.append(kept.pages)
-        rows = (np.concatenate(pages) * PAGE_ROWS).astype(np.int32)
-        self.store.take_entries(len(rows))
-        self.store.table = PageTable(ops.to_device(rows, self.store.device), PAGE_SIZE)
+            if kept.window_pages is not None:
+                window_pages.append(kept.window_pages)
+        rows = [_first_rows(numbers) for numbers in (pages, window_pages) if numbers]
+        self.store.take_entries(len(rows[0]))
+        on_device = ops.to_device(tuple(rows), self.store.device)
+        self.store.table = PageTable(on_device[0], PAGE_SIZE, *on_device[1:])
 
     def release(self, req_id: str) -> None:
         """Release the pages of a request, if it has some."""
         kept = self._sequences.pop(req_id, None)
         self.store.free += self._scratch.pop(req_id, [])
-        if kept is None or self._is_fixed:
+        if kept is None or self.is_fixed:
             return
         self._holders.subtract(kept.pages.tolist())
         self.store.free += [p for p in kept.pages[::-1].tolist() if not self._holders[p]]
@@ -278,9 +322,14 @@ class PageAllocator:
             self.store.reset(host_layers=0)
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether the number of pages is fixed."""
+        return self.fixed_sizes is not None
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of the buffer that are never released."""
-        return self.store.reserved_bytes if self._is_fixed else 0
+        return self.store.reserved_bytes if self.is_fixed else 0
 
     # ---- growing and shrinking ----
 
@@ -297,7 +346,7 @@ class PageAllocator:
     @property
     def unused_bytes(self) -> int:
         """Bytes that `trim` would release."""
-        cannot_move = self._is_fixed or self.store.host_layers > 0
+        cannot_move = self.is_fixed or self.store.host_layers > 0
         return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
@@ -340,3 +389,34 @@ def _slots(pages: Array, length: int) -> Array:
     """Return the store rows of the first `length` positions of a sequence in these pages."""
     rows: Array = pages[:, None] * PAGE_ROWS + np.arange(PAGE_SIZE)
     return rows.reshape(-1)[:length]
+
+
+def _first_rows(pages: Sequence[Array]) -> Array:
+    """Return the first store row [E] int32 of every page; entries without a page are 0."""
+    rows: Array = (np.concatenate(pages).clip(min=0) * PAGE_ROWS).astype(np.int32)
+    return rows
+
+
+def _kept(pages: Sequence[int], window_pages: Sequence[int]) -> KeptSequence:
+    """Return the location of a sequence in these pages, whose start is not known yet."""
+    length = len(pages) * PAGE_SIZE
+    own = np.array(pages, dtype=np.int64)
+    kept = KeptSequence(length, own, _slots(own, length), start=0)
+    if window_pages:
+        kept.window_pages = np.array(window_pages, dtype=np.int64)
+        kept.window_slots = _slots(kept.window_pages, length)
+    return kept
+
+
+def _joined(first: KeptSequence, later: KeptSequence) -> KeptSequence:
+    """Return the location of a sequence whose pages follow one another."""
+    joined = KeptSequence(
+        first.length + later.length,
+        np.concatenate([first.pages, later.pages]),
+        np.concatenate([first.slots, later.slots]),
+        start=0,
+    )
+    if first.window_pages is not None and later.window_pages is not None:
+        joined.window_pages = np.concatenate([first.window_pages, later.window_pages])
+        joined.window_slots = np.concatenate([first.window_slots, later.window_slots])
+    return joined

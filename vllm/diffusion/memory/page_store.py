@@ -44,11 +44,11 @@ class PageStore:
         num_layers, num_kv_heads, head_dim: L, KV and hd of the model on this rank.
         dtype: the model dtype.
         pool: source of the memory.
+        label: name of the contents, for the pool.
 
     Attributes:
         device: device of the buffers.
         num_pages: number of pages of every buffer.
-        reserved_bytes: bytes of the buffers.
         free: pages that no request has; the last one is assigned next.
         host_layers: number of layers whose keys and values are in host memory.
         layout_version: number of times that the pages or their table have moved; addresses and
@@ -65,12 +65,14 @@ class PageStore:
         head_dim: int,
         dtype: torch.dtype,
         pool: ActivationPool,
+        label: str = "kept keys and values",
     ) -> None:
+        self._label, self._own_bytes = label, 0
         self._num_layers, self.host_layers = num_layers, 0
         self._host: HostLayers | None = None
         self._row_shape, self._dtype, self._pool = (num_kv_heads, head_dim), dtype, pool
         self._row_bytes = num_kv_heads * head_dim * dtype.itemsize
-        self.num_pages, self.reserved_bytes, self.most_entries, self.layout_version = 0, 0, 0, 0
+        self.num_pages, self.most_entries, self.layout_version = 0, 0, 0
         self.free: list[int] = []
         self._begin()
         self.device = self._parts[0].device
@@ -117,12 +119,30 @@ class PageStore:
             layer -= beyond - beyond % NUM_STREAM_BUFFERS
         return self._rows[layer]
 
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer has the slots and the page table of layers with a window."""
+        return False
+
     # ---- sizes ----
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return self._own_bytes
+
+    @property
+    def num_whole_pages(self) -> int:
+        """Number of pages that have rows in all layers."""
+        return self.num_pages
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page on the device, in all layers on the device."""
         return self._device_layers * PAGE_ROWS * self._row_bytes
+
+    def bytes_of(self, num_pages: int, num_kept: int) -> int:
+        """Return the bytes of the pages of a request with `num_kept` cached positions."""
+        return num_pages * self.page_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -149,8 +169,8 @@ class PageStore:
             PoolExhaustedError: the pool has no room; pages stay, but some buffers may be larger.
             torch.OutOfMemoryError: the device has no memory; pages stay as above.
         """
-        more = count * self.page_bytes - self.reserved_bytes
-        self._pool.check_room("kept keys and values", more)
+        more = count * self.page_bytes - self._own_bytes
+        self._pool.check_room(self._label, more)
         for number, part in enumerate(self._parts):
             if part.shape[1] != count:
                 self._parts[number] = self._resized(number, part, count)
@@ -202,14 +222,14 @@ class PageStore:
         resized = self._part(number, len(part), count)
         stay = min(count, part.shape[1])
         resized[:, :stay].copy_(part[:, :stay])
-        self.reserved_bytes += resized.nbytes - part.nbytes
+        self._own_bytes += resized.nbytes - part.nbytes
         return resized
 
     def _part(self, number: int, num_layers: int, count: int) -> torch.Tensor:
         """Allocate a part, [layers, pages, rows of a page, KV, hd], replacing another."""
         shape = (num_layers, count, PAGE_ROWS, *self._row_shape)
         with torch.inference_mode(mode=False):  # written within steps and between them
-            part = self._pool.keep(f"part {number} of kept keys and values", shape, self._dtype)
+            part = self._pool.keep(f"part {number} of {self._label}", shape, self._dtype)
             first = number * part_layers(self._num_layers)
             self._rows[first : first + num_layers] = part.flatten(1, 2).unbind()
         return part

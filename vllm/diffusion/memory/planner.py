@@ -30,6 +30,9 @@ SAMPLE_UNITS = 16
 MIN_SAMPLE_UNIT = 32  # minimum unit of sample rows
 KEYS_UNIT = 256  # unit of the longest sequence's keys, and of cached keys
 SEQUENCES_UNIT = 16  # unit of sequences, if there are several
+# Part of the budget that cached keys and values leave to steps. Models with window pages cache more
+# bytes for each row of a step than others, so steps need a smaller part.
+STEPS_PART, STEPS_PART_WITH_WINDOWS = 2, 4
 RESERVED_PART = 8  # at most 1 / RESERVED_PART of the budget is left to short steps
 
 
@@ -144,8 +147,13 @@ class Planner:
 
     @property
     def cached_positions(self) -> int:
-        """Positions that several requests may always cache: whole pages in half of the budget."""
-        return self.budget_bytes // 2 // (PAGE_SIZE * self.shape.cache_bytes) * PAGE_SIZE
+        """Positions that several requests may always cache: whole pages in a part of the budget.
+
+        Window pages take some of the same bytes.
+        """
+        part = STEPS_PART if self.shape.window_layers is None else STEPS_PART_WITH_WINDOWS
+        cached_bytes = self.budget_bytes - -(-self.budget_bytes // part)
+        return cached_bytes // (PAGE_SIZE * self.shape.cache_bytes) * PAGE_SIZE
 
 
 def _rounded_up(step: StepShape) -> StepShape:

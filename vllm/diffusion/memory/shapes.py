@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.core.buffers import Buffer
+    from vllm.diffusion.core.pages import WindowLayers
     from vllm.diffusion.core.stages import Listed
 
 
@@ -100,6 +101,7 @@ class ModelShape:
         split_bytes: additional bytes of attention with split keys, independent of the number of
             rows.
         adapted: the sizes of steps in which some rows have a LoRA adapter; None if none can.
+        window_layers: layers whose pages are counted apart; None if all layers have the same pages.
     """
 
     num_layers: int
@@ -122,6 +124,7 @@ class ModelShape:
     head: Listed = ()
     split_bytes: int = 0
     adapted: ModelShape | None = None
+    window_layers: WindowLayers | None = None
 
     def with_split_bytes(self, num_bytes: int) -> ModelShape:
         """Return these sizes with additional bytes of attention with split keys."""
@@ -170,8 +173,20 @@ class ModelShape:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of one position in all layers."""
-        return self.num_layers * self.key_value_bytes
+        """Bytes of keys and values of one position in all layers without a window."""
+        layers = self.window_layers
+        if layers is None:
+            return self.num_layers * self.key_value_bytes
+        num_layers = self.num_layers - len(layers.indices)
+        return num_layers * 2 * math.prod(layers.other_heads) * self.element_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of keys and values of one position in all layers with a window."""
+        layers = self.window_layers
+        if layers is None:
+            return 0
+        return len(layers.indices) * 2 * math.prod(layers.heads) * self.element_bytes
 
     @property
     def head_groups(self) -> tuple[int, ...]:

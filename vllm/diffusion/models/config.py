@@ -19,8 +19,9 @@ from vllm.diffusion.models.config_keys import unknown_keys
 from vllm.diffusion.request.families import ARCHITECTURES, FAMILIES, family_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from vllm.diffusion.core.pages import WindowLayers
     from vllm.diffusion.core.positions import QueryGrowth, Yarn
     from vllm.diffusion.request.families import Family
 
@@ -182,6 +183,10 @@ class DiffusionConfig(PreTrainedConfig):
         """Number and width of key/value heads with room for the keys of any layer."""
         return self.num_key_value_heads, self.head_dim
 
+    def window_layers(self, num_ranks: int) -> WindowLayers | None:
+        """Return the layers with a sliding window and the sizes on a rank; None without any."""
+        return None
+
     @property
     def architecture(self) -> Architecture:
         """Facts that determine the model and the plan of its memory."""
@@ -193,13 +198,13 @@ class DiffusionConfig(PreTrainedConfig):
         )
 
 
-def config_classes() -> dict[str, type[DiffusionConfig]]:
-    """Return the configuration class to register for each `model_type`.
+def config_classes(families: Iterable[Family] = FAMILIES) -> dict[str, type[DiffusionConfig]]:
+    """Return the configuration class to register for each `model_type` of some families.
 
     If two families share a type, the first family's class is registered.
     """
     classes: dict[str, type[DiffusionConfig]] = {}
-    for family in FAMILIES:
+    for family in families:
         config_class = config_class_of(family)
         for model_type in family.model_types:
             if model_type not in classes:

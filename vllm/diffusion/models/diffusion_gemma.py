@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
+from vllm.diffusion.core.pages import WindowLayers
 from vllm.diffusion.models.config import Architecture, DiffusionConfig
 from vllm.diffusion.models.config_checks import check_only, check_positive, refuse
 
@@ -158,6 +159,17 @@ class DiffusionGemmaConfig(DiffusionConfig):
         head_dim = max(heads.head_dim for heads in layers)
         widest = max(heads.num_kv_heads * heads.head_dim for heads in layers)
         return -(-widest // head_dim), head_dim
+
+    def window_layers(self, num_ranks: int) -> WindowLayers | None:
+        kinds = self.layer_types
+        indices = tuple(index for index, kind in enumerate(kinds) if kind == SLIDING)
+        if not indices:
+            return None
+        sliding, full = self.heads(indices[0]), self.heads(len(kinds) - 1)
+        heads, other_heads = (
+            (max(kind.num_kv_heads // num_ranks, 1), kind.head_dim) for kind in (sliding, full)
+        )
+        return WindowLayers(indices, sliding.window, heads, other_heads)
 
     @property
     def architecture(self) -> Architecture:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     ExpertScheme: TypeAlias = Fp8Scheme | PackedScheme
 
-# Minimum ratio of the depth of fp8 matrices to the zeros that are added to it.
-_MIN_DEPTH_RATIO = 8
 # Tensors of packed matrices in addition to the numbers.
 _PARTS = ("weight_scale", "weight_zero", "table")
 
@@ -114,19 +112,12 @@ class ExpertMatrices(nn.Module):
 
 
 class Fp8Matrices(ExpertMatrices):
-    """Experts' matrices in fp8, with one scale per row.
-
-    If the experts' width is the depth, a few columns of zeros complete what the kernel requires.
-    """
+    """Experts' matrices in fp8, with one scale per row."""
 
     def _make(self) -> None:
         assert isinstance(self.scheme, Fp8Scheme)
-        num_experts, num_rows, columns = self.size
-        missing = -columns % ops.FP8_DEPTH
-        if self.sharded_dim == 1 and 0 < missing <= columns // _MIN_DEPTH_RATIO:
-            self.size = num_experts, num_rows, columns + missing
         scales = torch.ones(self.size[:2], dtype=torch.float32)
-        self._add_quantised(torch.zeros(self.size, dtype=torch.float8_e4m3fn))
+        self._add_quantised(torch.empty(self.size, dtype=torch.float8_e4m3fn))
         if self.scheme.is_online:
             self.register_buffer("weight_scale", scales, persistent=False)
             return
@@ -139,15 +130,10 @@ class Fp8Matrices(ExpertMatrices):
 
     def _put(self, expert: int, rows: slice, matrix: Tensor) -> None:
         values, scales = self.weight.data[expert, rows], self.weight_scale[expert, rows]
-        own = values[:, : matrix.shape[1]]
         if matrix.dtype == torch.float8_e4m3fn:
-            own.copy_(matrix)
-        elif own.is_contiguous():
-            ops.quantise_weight(matrix, own, scales)
+            values.copy_(matrix)
         else:
-            quantised = torch.empty_like(matrix, dtype=own.dtype, device=own.device)
-            ops.quantise_weight(matrix, quantised, scales)
-            own.copy_(quantised)
+            ops.quantise_weight(matrix, values, scales)
 
     def _load_scales(self, param: nn.Parameter, scales: Tensor, place: tuple[int, int]) -> None:
         """Load the scales of a matrix [out, in]: one number, [out] or [out, 1]."""

@@ -13,7 +13,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import CheckpointError
-from vllm.diffusion.layers.gemma_rows import Scalars, soft_cap
+from vllm.diffusion.layers.gemma_rows import Scalars, rounded_softmax, soft_cap
 from vllm.diffusion.layers.gemma_stages import (
     GemmaAttention,
     GemmaFeedForward,
@@ -325,8 +325,7 @@ class GemmaModel(UpstreamModel):
     def expected_embeddings(self, logits: Tensor) -> Tensor:
         """Return the embeddings [R, D] that the distributions of logits [R, V] fp32 expect."""
         table = self.model.embed_tokens.weight[: self.num_columns]
-        # 16-bit softmax computes in fp32 and rounds its result.
-        shares = torch.softmax(logits.to(table.dtype), dim=-1)
+        shares = rounded_softmax(logits, table.dtype)
         expected: Tensor = shares[:, self.vocab_start :][:, : self.num_columns] @ table
         if self.num_columns < self.vocab_size:
             expected = ops.tensor_parallel().sum(expected)

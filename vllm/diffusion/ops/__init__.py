@@ -15,7 +15,6 @@ from gather_gemm import (
 from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy, without_columns
 from vllm.diffusion.ops.experts import (
-    FP8_DEPTH,
     SOFTMAX,
     DenseExperts,
     ExpertWeights,
@@ -82,7 +81,6 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 
 __all__ = [
     "ATTENTION_PAGE",
-    "FP8_DEPTH",
     "MAX_HEAD_COLUMNS",
     "NO_TILE",
     "SOFTMAX",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from vllm_add_llada.cuda_kernels.fused_ops import Packed
 
 __all__ = [
-    "FP8_DEPTH",
     "SOFTMAX",
     "DenseExperts",
     "ExpertWeights",
@@ -39,10 +38,6 @@ __all__ = [
     "add_experts",
     "route_rows",
 ]
-
-
-# Depth of which fp8 matrices of experts have a multiple, for the kernel that reads fp8 rows.
-FP8_DEPTH = 128
 
 
 def route_rows(
@@ -171,8 +166,6 @@ def weighted_terms(
             that `gated_products` ran directly before, and that no kernel of a step writes w2.
     """
     (matrices, scales), (weights, slots, ends) = w2, routing
-    if w2.depth > inner.shape[1]:  # fp8 matrices may have more columns, which are zeros
-        inner = torch.nn.functional.pad(inner, (0, w2.depth - inner.shape[1]))
     rows = _rows_for(w2, inner)
     args = matrices, ends, slots, weights
     streams = scales is not None or dispatch.streams_weighted(len(inner), len(matrices))

@@ -166,7 +166,7 @@ def check_model(
     ours = families.family_of(*model)
     if ours is not None or "LlamaForCausalLM" in (named or ()):
         check_files(path, has_weights=load_format in _FILES_OF_FORMAT)
-    if ours is not None and has_tokenizer:
+    if ours is not None and has_tokenizer and not ours.is_open:
         check_mask_token(path, config, ours.mask_token)
     if is_speculating and ours is not None:
         raise ServerConfigError(

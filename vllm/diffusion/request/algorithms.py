@@ -72,7 +72,8 @@ class Algorithm:
             passes are causal, or for the other ones; None for both.
         speculates: how its next states are drafted. "chain": each state from the previous one,
             because the number of committed positions does not depend on scores. "fan": several
-            states after each one, for different numbers of committed positions. None: not at all,
+            states after each one, for different numbers of committed positions. "end": the state
+            after the end of the block, if it ends with this step. None: not at all,
             because the algorithm keeps further state outside the rule. A wrong choice makes drafts
             useless, but never changes an answer.
     """
@@ -98,7 +99,7 @@ class Algorithm:
     drafts: bool = False
     is_open: bool = False
     is_strict: bool | None = False
-    speculates: Literal["chain", "fan"] | None = "fan"
+    speculates: Literal["chain", "fan", "end"] | None = "fan"
 
     @property
     def is_block_causal(self) -> bool:
@@ -438,7 +439,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             caches=_KEPT_BLOCKS,
             causal_rule="entropy_bound.EntropyBound",
             is_open=True,
-            speculates=None,
+            speculates="end",
         ),
     )
 }
@@ -464,7 +465,10 @@ def algorithms_for(family: Family) -> dict[str, Algorithm]:
         causal = {name: a for name, a in causal.items() if a.is_open == family.is_open}
         kinds = (None, family.is_strictly_causal)
         causal = {name: a for name, a in causal.items() if a.is_strict in kinds}
-        return {name: dataclasses.replace(a, speculates=None) for name, a in causal.items()}
+        return {
+            name: a if a.is_open else dataclasses.replace(a, speculates=None)
+            for name, a in causal.items()
+        }
     return {
         name: algorithm
         for name, algorithm in table.items()

@@ -356,7 +356,7 @@ class RequestFields:
     num_speculative_states: int = param(
         "most draft states per forward pass: predicted later states of the canvas, which the pass "
         "evaluates together with the current one; accepted drafts save passes and never change "
-        "the answer; 0 drafts none; the default on a GPU is 7",
+        "the answer; 0 drafts none; the default on a GPU is 7, and 0 on diffusion-gemma",
         default=0,
         minimum=0,
         maximum=MAX_DRAFTS,

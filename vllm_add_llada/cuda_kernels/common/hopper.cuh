@@ -66,6 +66,13 @@ __device__ inline void copy_vector(uint32_t target, const void* source) {
                : "memory");
 }
 
+// Copies 16 bytes, or writes zeros without reading the source.
+__device__ inline void copy_vector_or_zeros(uint32_t target, const void* source, bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
+               "l"(__cvta_generic_to_global(source)), "r"(copies ? 16 : 0)
+               : "memory");
+}
+
 // Arrives at the barrier when all vectors that this thread copies have arrived.
 __device__ inline void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

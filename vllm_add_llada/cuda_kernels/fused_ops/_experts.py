@@ -17,7 +17,7 @@ from ._support import (
     native,
 )
 
-_DEPTH_BYTES = 128  # bytes of the depth per step of the sum
+_VECTOR_BYTES = 16  # bytes of a row that are copied at once
 _ROUTED_EXPERTS = (64, 128)
 _COLUMNS = 16  # The columns of a matrix are a multiple of this: eight gates and eight ups.
 
@@ -140,7 +140,7 @@ def has_grouped_gemm(x: Tensor | QuantisedRows, weight: Tensor) -> bool:
         num_groups <= native.MAX_GROUPS
         and num_columns % _COLUMNS == 0
         and depth == values.shape[1]
-        and depth * dtype.itemsize % _DEPTH_BYTES == 0
+        and depth * dtype.itemsize % _VECTOR_BYTES == 0
         and (num_groups == 1 or weight.stride(0) == num_columns * weight.stride(1))
     )
 

@@ -17,7 +17,9 @@
 // Weights do not depend on the previous kernel: an early launch fills its ring with them while that
 // kernel ends, and waits for it before it reads x.
 //
-// Operands are bf16, or fp8 with a scale for every row of both. For fp8 a stage is twice as deep.
+// Operands are bf16, or fp8 with a scale for every row of both. For fp8 a stage is twice as deep. The
+// depth need not fill the last stage: zeros follow, which the copy engine and the gathering threads
+// write without reading memory.
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
@@ -54,6 +56,7 @@ struct KernelParams {
   const __nv_bfloat16* scales;
   __nv_bfloat16* out;
   int64_t x_stride;  // bytes
+  int depth_bytes;
   int num_groups, num_columns, num_steps, num_chosen;
   bool early, is_gelu;
   uint64_t weight_hint;
@@ -155,10 +158,12 @@ struct Source {
     const uint32_t target =
         // XOR with the vector is the swizzle
         ring.x(stage) + first * kRowBytes + (vector ^ first % kVectors) * 16;
+    const bool is_in_row = step * kRowBytes + vector * 16 < params.depth_bytes;
 #pragma unroll
     for (int i = 0; i < kRows / kPassRows; ++i) {
       if (first + i * kPassRows >= walk.tile.num_rows) break;
-      copy_vector(target + i * kPassRows * kRowBytes, rows[i] + step * kRowBytes);
+      copy_vector_or_zeros(target + i * kPassRows * kRowBytes, rows[i] + step * kRowBytes,
+                           is_in_row);
     }
     arrive_after_copies(ring.full(stage));
   }
@@ -451,11 +456,12 @@ constexpr int64_t kMostKeptBytes = 32 << 20;
 template <bool kIsFp8, bool kIsGated>
 cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
   constexpr int depth = kStageDepth<kIsFp8>;
-  if (params.depth % depth != 0 || params.num_columns % 8 != 0 || params.num_groups > kMaxGroups) {
+  constexpr int element_bytes = kRowBytes / depth;
+  const int depth_bytes = params.depth * element_bytes;
+  if (depth_bytes % 16 != 0 || params.num_columns % 8 != 0 || params.num_groups > kMaxGroups) {
     return cudaErrorInvalidValue;
   }
   CUtensorMap weight;
-  constexpr int element_bytes = kRowBytes / depth;
   const int weight_rows = params.num_groups * params.num_columns * (kIsGated ? 2 : 1);
   // The gathered rows stay in the cache and evict lines that are fetched before their use, so a
   // gated product does not fetch pairs of lines.
@@ -473,9 +479,10 @@ cudaError_t launch(const GroupedGemmParams& params, cudaStream_t stream) {
                                    static_cast<const __nv_bfloat16*>(params.scales),
                                    static_cast<__nv_bfloat16*>(params.out),
                                    params.x_stride * element_bytes,
+                                   depth_bytes,
                                    params.num_groups,
                                    params.num_columns,
-                                   params.depth / depth,
+                                   (depth_bytes + kRowBytes - 1) / kRowBytes,
                                    params.num_chosen,
                                    params.early,
                                    params.is_gelu,

@@ -15,10 +15,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.diffusion.config import row_budget
 from vllm.diffusion.core.errors import ActivationBudgetError
-from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.pages import PAGE_SIZE, num_pages
 from vllm.diffusion.engine.messages import NewPages
+from vllm.diffusion.engine.planning import model_shape
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
+from vllm.diffusion.engine.scheduler.window_paging import (
+    WindowPages,
+    max_scratch_pages,
+    num_window_pages,
+    window_layers,
+)
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.engine import EngineCoreEventType
@@ -51,14 +59,15 @@ def most_positions(num_pages: int, max_model_len: int) -> int:
     return min((num_pages - 1) * PAGE_SIZE, 2 * max_model_len)
 
 
-def scratch_pages(num_pages: int) -> int:
+def scratch_pages(vllm_config: VllmConfig, num_pages: int) -> int:
     """Return the number of draft pages in addition to `num_pages` pages for requests."""
-    return min(MAX_SCRATCH_PAGES, num_pages // PAGES_PER_SCRATCH)
+    return min(max_scratch_pages(vllm_config, MAX_SCRATCH_PAGES), num_pages // PAGES_PER_SCRATCH)
 
 
-def without_scratch(num_pages: int) -> int:
+def without_scratch(vllm_config: VllmConfig, num_pages: int) -> int:
     """Return the number of pages for requests in a store of `num_pages` pages."""
-    return num_pages - min(MAX_SCRATCH_PAGES, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
+    limit = max_scratch_pages(vllm_config, MAX_SCRATCH_PAGES)
+    return num_pages - min(limit, (num_pages + 1) // (PAGES_PER_SCRATCH + 1))
 
 
 class Paging(AdmissionGate):
@@ -73,6 +82,7 @@ class Paging(AdmissionGate):
     Attributes:
         manager: upstream's manager, which counts the pages.
         num_bytes: bytes of the store.
+        windows: pages of layers with a sliding window; None if the model has none.
     """
 
     def __init__(
@@ -92,9 +102,18 @@ class Paging(AdmissionGate):
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=log_stats,
         )
-        tensors, num_pages = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
-        self._page_bytes = sum(tensor.size for tensor in tensors) // num_pages
-        self.num_bytes = (num_pages + scratch_pages(num_pages)) * self._page_bytes
+        tensors, count = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+        self._page_bytes = sum(tensor.size for tensor in tensors) // count
+        num_scratch = scratch_pages(vllm_config, count)
+        self.num_bytes = (count + num_scratch) * self._page_bytes
+        self.windows: WindowPages | None = None
+        layers = window_layers(vllm_config)
+        if layers is not None:
+            self.windows = WindowPages(layers, num_window_pages(vllm_config, count))
+            shape = model_shape(vllm_config)
+            num_windows = self.windows.count + num_scratch
+            self.num_bytes += num_windows * PAGE_SIZE * shape.window_bytes
+        self._row_budget = row_budget(vllm_config)
         max_model_len = vllm_config.model_config.max_model_len
         self._most_positions = most_positions(kv_cache_config.num_blocks, max_model_len)
         self._new_pages: dict[str, NewPages] = {}
@@ -114,6 +133,8 @@ class Paging(AdmissionGate):
             available = self._most_positions
             position = self._page_bytes // PAGE_SIZE
             raise ActivationBudgetError(length, length * position, available * position, available)
+        if self.windows is not None:
+            item.most_rows = item.demand.largest_rows(self._row_budget)
         request.cache_salt = f"{request.cache_salt or ''}{_BLOCKS}"
         self._hash(item)
         if not (self.manager.enable_caching and _shares(item)):
@@ -165,7 +186,7 @@ class Paging(AdmissionGate):
         """
         paged = sorted((item for item in running if item.is_paged), key=lambda item: item.started)
         for item in paged:
-            while not self._give(item, item.next_end):
+            while not self._give(item, item.pages_end):
                 able = (o for o in reversed(paged) if o.num_pages and o.req_id not in in_flight)
                 last = next(able, item)
                 if last.started <= item.started:
@@ -173,8 +194,10 @@ class Paging(AdmissionGate):
                 self.preempt(last)
         ready = [item for item in paged if item.has_pages]
         self._is_short = len(ready) < len(paged)
+        # Window pages are large, and a worker needs one more block of them before the next message.
+        num_blocks = BLOCKS_AHEAD if self.windows is None else 1
         for item in ready:
-            ahead = item.next_end + BLOCKS_AHEAD * item.params.block_length
+            ahead = item.pages_end + num_blocks * item.params.block_length
             self._give(item, min(ahead, item.demand.length))
 
     def reserve(self, item: RequestState) -> bool:
@@ -182,7 +205,7 @@ class Paging(AdmissionGate):
 
         Requests that have started earlier and wait for pages come first.
         """
-        return not self._is_short and self._give(item, item.next_end)
+        return not self._is_short and self._give(item, item.pages_end)
 
     def _give(self, item: RequestState, end: int) -> bool:
         """Give a request pages for its positions [0, `end`); return whether it has them now.
@@ -194,11 +217,12 @@ class Paging(AdmissionGate):
         request, manager, has_none = item.request, self.manager, item.num_pages == 0
         computed, num_found = None, 0
         if has_none:
-            computed, num_found, _ = manager.get_computed_blocks(request)
-            # The last block of a page may end in the next page, whose tokens may differ.
-            if num_found and item.block_offset:
-                computed = KVCacheBlocks(tuple(group[:-1] for group in computed.blocks))
-                num_found -= PAGE_SIZE
+            computed, num_found = self._prefix_of(item)
+        if self.windows is not None:
+            prefix = [] if computed is None else computed.get_block_ids()[0]
+            num_more = num_pages(end) - (item.num_pages or len(prefix))
+            if not self.windows.has_room(num_more, prefix):
+                return False
         num_new = end - request.num_computed_tokens - num_found
         blocks = manager.allocate_slots(
             request, num_new, num_found, computed, delay_cache_blocks=True
@@ -209,12 +233,34 @@ class Paging(AdmissionGate):
             self._begin(item, num_found)
         page_ids = manager.get_block_ids(request.request_id)[0][item.num_pages :]
         item.num_pages += len(page_ids)
+        window_ids = list[int]()
+        if self.windows is not None:
+            num_prefix = num_found // PAGE_SIZE
+            if has_none:
+                window_ids = self.windows.begin(item.req_id, page_ids[:num_prefix])
+            window_ids += self.windows.extend(item.req_id, page_ids[num_prefix:])
         earlier = None if has_none else self._new_pages.get(item.req_id)
+        num_kept = num_found if has_none else None
         if earlier is not None:
-            self._new_pages[item.req_id] = NewPages(earlier.page_ids + page_ids, earlier.num_kept)
-        else:
-            self._new_pages[item.req_id] = NewPages(page_ids, num_found if has_none else None)
+            page_ids, num_kept = earlier.page_ids + page_ids, earlier.num_kept
+            window_ids = earlier.window_ids + window_ids
+        self._new_pages[item.req_id] = NewPages(page_ids, num_kept, window_ids)
         return True
+
+    def _prefix_of(self, item: RequestState) -> tuple[KVCacheBlocks, int]:
+        """Return the published pages of a request's prefix, and the number of their positions."""
+        request = item.request
+        blocks, num_found, _ = self.manager.get_computed_blocks(request)
+        # The last block of a page may end in the next page, whose tokens may differ.
+        if num_found and item.block_offset:
+            blocks = KVCacheBlocks(tuple(group[:-1] for group in blocks.blocks))
+            num_found -= PAGE_SIZE
+        if self.windows is None or not num_found:
+            return blocks, num_found
+        longest = PAGE_SIZE * self.windows.longest_prefix(blocks.get_block_ids()[0])
+        if longest < num_found:
+            blocks, num_found, _ = self.manager.get_computed_blocks(request, longest)
+        return blocks, num_found
 
     def _begin(self, item: RequestState, num_found: int) -> None:
         """Start a request whose first `num_found` positions are already computed."""
@@ -240,11 +286,11 @@ class Paging(AdmissionGate):
     def preempt(self, item: RequestState) -> None:
         """Take away a request's pages; it continues when there are enough pages again."""
         request = item.request
-        self.manager.free(request)
+        self._free(item)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         request.record_event(EngineCoreEventType.PREEMPTED)
-        request.num_computed_tokens = item.num_pages = 0
+        request.num_computed_tokens = 0
         item.keep(0)
         self._new_pages[item.req_id] = NewPages([], 0)
 
@@ -254,15 +300,22 @@ class Paging(AdmissionGate):
         if item.num_pages == 0 or item.num_kept == request.num_computed_tokens:
             return
         request.num_computed_tokens = item.num_kept
+        if self.windows is not None:
+            self.windows.trim(item.req_id, item.num_kept)
         if _shares(item):
             self.manager.cache_blocks(request, min(item.num_kept, request.num_tokens))
 
     def left(self, item: RequestState) -> None:
         """Release the pages of a finished request; published pages stay until they are evicted."""
         if item.num_pages:
-            self.manager.free(item.request)
-            item.num_pages = 0
+            self._free(item)
         self._new_pages.pop(item.req_id, None)
+
+    def _free(self, item: RequestState) -> None:
+        self.manager.free(item.request)
+        if self.windows is not None:
+            self.windows.leave(item.req_id)
+        item.num_pages = 0
 
     def take_new_pages(self) -> dict[str, NewPages]:
         """Return the pages given to requests since the last call."""
@@ -272,6 +325,8 @@ class Paging(AdmissionGate):
     def put_into(self, stats: SchedulerStats) -> None:
         """Write the usage of the store and the prefix cache hits into `stats`."""
         stats.kv_cache_usage = self.manager.usage
+        if self.windows is not None:
+            stats.kv_cache_usage = max(stats.kv_cache_usage, self.windows.usage)
         prefix_stats = self.manager.make_prefix_cache_stats()
         if prefix_stats is not None:
             stats.prefix_cache_stats = prefix_stats

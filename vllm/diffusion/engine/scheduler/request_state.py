@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -49,6 +50,7 @@ class RequestState:
         next_rows: rows of its next forward.
         num_kept: number of positions, from 0, whose keys and values are cached.
         num_pages: number of its pages, if the scheduler assigns them.
+        most_rows: maximum rows for which it has pages in addition to those of cached positions.
         earlier_lengths: lengths of its canvas before it has grown, in order.
         prompt_of: the request that has computed the beginning of its first forward.
         largest: usage of its step with the highest peak.
@@ -68,6 +70,7 @@ class RequestState:
     next_rows: int = field(init=False)
     num_kept: int = 0
     num_pages: int = 0
+    most_rows: int = sys.maxsize
     num_steps: int = 0
     num_forwards: int = 0
     num_drafts: int = 0
@@ -130,13 +133,18 @@ class RequestState:
 
     @property
     def has_pages(self) -> bool:
-        """Whether all positions of its next forward have pages, if it needs any."""
-        return not self.is_paged or self.num_pages * PAGE_SIZE >= self.next_end
+        """Whether its next forward has the pages that it needs, if it needs any."""
+        return not self.is_paged or self.num_pages * PAGE_SIZE >= self.pages_end
 
     @property
     def next_end(self) -> int:
         """Number of positions, from 0, that have keys in its next forward, if it is paged."""
         return self.num_kept + self.next_rows
+
+    @property
+    def pages_end(self) -> int:
+        """Number of positions, from 0, that need pages before its next forward, if it is paged."""
+        return self.num_kept + min(self.next_rows, self.most_rows)
 
     def keep(self, num_kept: int) -> None:
         """Set the number of positions that need not be computed again."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm.diffusion.decoding.base import Array, DecodingRule, ForwardTarget
+    from vllm.diffusion.engine.worker.canvas import Canvas
 
 T = TypeVar("T")
 # Chance of a draft whose parent is reached, by number of committed candidates and depth.
@@ -59,7 +60,7 @@ class DraftState(NamedTuple):
         expected = self.target
         return (
             self.rule.forbid_mask == rule.forbid_mask
-            and target.fill is None
+            and (target.fill is None) == (expected.fill is None)
             and expected.rows == target.rows
             and np.array_equal(expected.eligible, target.eligible)
             and np.array_equal(self.tokens, tokens)
@@ -84,9 +85,16 @@ class Drafter:
             masks.
     """
 
+    has_extra_draws = True
+    rows_factor = 1  # rows of a draft relative to the request's next forward
+
     def __init__(self, *, is_chain: bool, crosses_blocks: bool) -> None:
         self._counts: Sequence[int | None] = (None,) if is_chain else _COUNTS
         self._crosses_blocks = crosses_blocks
+
+    def can_draft(self, canvas: Canvas) -> bool:
+        """Whether there may be drafts of a request's next states."""
+        return True
 
     def draft(
         self,

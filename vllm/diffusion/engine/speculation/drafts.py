@@ -41,7 +41,6 @@ class Draft:
         positions: the positions that are computed.
     """
 
-    adjust_logits = None
     pick = None
 
     def __init__(self, canvas: Canvas, state: DraftState, positions: Window) -> None:
@@ -51,6 +50,7 @@ class Draft:
         self.prompt_length, self.wants_logprobs = canvas.prompt_length, canvas.wants_logprobs
         self.num_steps = canvas.num_steps + state.depth
         self.rule, self.num_extra_draws = state.rule, canvas.num_extra_draws
+        self.adjust_logits = state.rule.adjust_logits if state.rule.adjusts_logits else None
 
     @property
     def num_rows(self) -> int:

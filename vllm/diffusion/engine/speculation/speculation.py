@@ -29,6 +29,7 @@ from vllm.diffusion.engine.speculation.candidates import CachedCandidates, has_r
 from vllm.diffusion.engine.speculation.draft_pages import DraftPages
 from vllm.diffusion.engine.speculation.drafter import Drafter, DraftState
 from vllm.diffusion.engine.speculation.drafts import Draft
+from vllm.diffusion.engine.speculation.end_drafter import EndDrafter
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.memory import StepShape
@@ -78,7 +79,7 @@ def can_speculate(params: DiffusionParams) -> bool:
 class _RequestDrafting(NamedTuple):
     """The drafter of a request, the kind of its drafts and their acceptance rates."""
 
-    drafter: Drafter
+    drafter: Drafter | EndDrafter
     kind: Kind
     acceptance_chance: AcceptanceChance
 
@@ -114,12 +115,14 @@ class Speculation(StepGuest):
         if new.host_layers or not can_speculate(params):
             return
         table = algorithms_of(is_block_causal=params.is_block_causal)
-        is_chain = table[params.algorithm].speculates == "chain"
-        drafter = Drafter(
-            is_chain=is_chain or has_random_scores(canvas),
-            # The windows of block-causal families end with the block.
-            crosses_blocks=params.is_block_causal,
-        )
+        speculates = table[params.algorithm].speculates
+        drafter: Drafter | EndDrafter = EndDrafter()
+        if speculates != "end":
+            drafter = Drafter(
+                is_chain=speculates == "chain" or has_random_scores(canvas),
+                # The windows of block-causal families end with the block.
+                crosses_blocks=params.is_block_causal,
+            )
         quota = params.gen_length / (params.steps or params.gen_length)
         if params.steps_per_block is not None:
             quota = params.block_length / params.steps_per_block
@@ -168,7 +171,11 @@ class Speculation(StepGuest):
         rows = sum(canvas.count_next_rows() for canvas in canvases)
         forwards = {c.req_id: c.next_forward() for c in canvases if c.req_id in self._drafting}
         eligible = [
-            c for c in canvases if c.req_id in forwards and _may_draft(c, *forwards[c.req_id])
+            c
+            for c in canvases
+            if c.req_id in forwards
+            and _may_draft(c, *forwards[c.req_id])
+            and self._drafting[c.req_id].drafter.can_draft(c)
         ]
         num_drafts = self._num_drafts(eligible, canvases, rows)
         items: list[Draft] = []
@@ -179,7 +186,8 @@ class Speculation(StepGuest):
             target, window = forwards[canvas.req_id]
             self._pages.invalidate_copies(canvas.req_id, window)
             max_drafts = num_drafts.get(canvas.req_id, 0)
-            canvas.num_extra_draws = _num_extra_draws(canvas, max_drafts)
+            if self._drafting[canvas.req_id].drafter.has_extra_draws:
+                canvas.num_extra_draws = _num_extra_draws(canvas, max_drafts)
             if max_drafts:
                 drafts = self._drafts(canvas, target, window, max_drafts, room)
                 room -= sum(draft.num_rows for draft in drafts)
@@ -215,7 +223,7 @@ class Speculation(StepGuest):
             if chances is None:
                 chances = drafter.chances(limit, acceptance_chance)
                 cached_chances[kind, limit] = chances
-            offers.append(DraftOffer(chances, canvas.count_next_rows()))
+            offers.append(DraftOffer(chances, drafter.rows_factor * canvas.count_next_rows()))
         counts = choose_num_drafts(offers, len(canvases), rows, times)
         if not any(counts):
             if self._num_steps < self._backoff_until + TRIAL_STEPS:

@@ -46,6 +46,8 @@ class StepInputs(NamedTuple, Generic[A]):
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
+        window_slots: [W] int64, as `slot_mapping`, for layers with a window; None if all layers
+            have the same pages.
     """
 
     token_ids: A
@@ -54,6 +56,7 @@ class StepInputs(NamedTuple, Generic[A]):
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
     is_block: A | None = None
     tiles: A | None = None
+    window_slots: A | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,7 @@ class Packing:
             keys.
         block_starts: column, as in `Span`.
         is_block: [T] bool, as in `StepInputs`.
+        window_slots: [W] int64, as in `StepInputs`.
         tail_starts: per item, the first position of its tail (`ForwardTarget.tail_start`), whose
             rows are a part of their own; None if it has none.
         sources: per sequence, its item, the index of the item's sequence, and the first position
@@ -103,6 +107,7 @@ class Packing:
     num_own: int
     block_starts: Array
     is_block: Array | None
+    window_slots: Array | None
     tail_starts: tuple[int | None, ...]
     sources: tuple[tuple[int, int, int, int], ...]
 
@@ -242,6 +247,7 @@ class StepBatch:
             self.slot_mapping,
             layouts,
             None if is_block is None else is_block[rows],
+            window_slots=self.packing.window_slots,
         )
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:
@@ -329,12 +335,15 @@ def _pack(
                 (last_parts if is_last else parts).append(part)
                 (last_sources if is_last else sources).append((index, number, *part[:2]))
     sources += last_sources
-    slots, kept_starts = [_NO_SLOTS], []
+    slots, kept_starts, window_slots = [_NO_SLOTS], [], list["Array"]()
     for index, number, first, stop in sources:
         cache, kept_start = items[index].window.cache, items[index].window.kept_starts[number]
         kept_starts.append(_NOT_KEPT if cache is None else cache.start + kept_start)
         if cache is not None:
-            slots.append(cache.slots[kept_start + first : kept_start + stop])
+            kept = slice(kept_start + first, kept_start + stop)
+            slots.append(cache.slots[kept])
+            if cache.window_slots is not None:
+                window_slots.append(cache.window_slots[kept])
     starts = np.array(kept_starts)
     numbers = chain.from_iterable((*parts, *last_parts))
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
@@ -358,6 +367,7 @@ def _pack(
         num_own=starts.size - int(np.count_nonzero(reads_kept)),
         block_starts=block_starts,
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
+        window_slots=np.concatenate(window_slots) if window_slots else None,
         tail_starts=tail_starts,
         sources=tuple(sources),
     )

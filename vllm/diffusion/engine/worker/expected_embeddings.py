@@ -44,7 +44,12 @@ class ExpectedEmbeddings(StepGuest):
         for item, target, (*_, block) in zip(
             batch.items, batch.targets, batch.packing.of_requests, strict=True
         ):
-            if target.eligible.size:
+            rule = item.rule
+            if item is not self._runner.canvases.get(item.req_id):  # a draft
+                assert isinstance(rule, EntropyBound)
+                rule.note_logits = partial(self.note, item)
+                soft[block.q_start : block.q_end].zero_()  # which begins a canvas
+            elif target.eligible.size:
                 rows, state = soft[block.q_start : block.q_end], self._state(item)
                 if state is None:
                     rows.zero_()
@@ -65,7 +70,7 @@ class ExpectedEmbeddings(StepGuest):
             return None
         return states[item.num_steps]
 
-    def note(self, canvas: Canvas, logits: Tensor, positions: Tensor) -> None:
+    def note(self, canvas: BatchItem, logits: Tensor, positions: Tensor) -> None:
         """Compute the expected embeddings of logits [R, V] at canvas positions [R]."""
         soft = self._model.expected_embeddings(logits)
         states, step = self._states[canvas.req_id], canvas.num_steps + 1

@@ -190,7 +190,7 @@ def run_body(
             caches.turn_to(index)
         for rows in writing:
             yield seconds.keys_values
-            target = target_of(rows, num_rows, index, inputs.slot_mapping, caches)
+            target = target_of(rows, num_rows, index, inputs, caches)
             with scratch.scope("keys-values"):
                 layer.attention.keys_values(x[rows], tables(rows), product[rows], scratch, target)
 
@@ -257,12 +257,12 @@ def _projections(
 
 
 def target_of(
-    rows: slice, num_rows: int, index: int, slot_mapping: Tensor, caches: PageStore
+    rows: slice, num_rows: int, index: int, inputs: StepInputs[Tensor], caches: PageStore
 ) -> KeyTarget | None:
-    """Return where a layer stores the keys and values of a chunk, or None.
-
-    `slot_mapping` [W] holds the slots of the last W rows of the batch.
-    """
+    """Return where a layer stores the keys and values of a chunk, or None."""
+    slot_mapping = inputs.slot_mapping
+    if caches.has_window(index) and inputs.window_slots is not None:
+        slot_mapping = inputs.window_slots
     first = num_rows - slot_mapping.numel()
     slots = slot_mapping[max(rows.start - first, 0) : max(rows.stop - first, 0)]
     return KeyTarget(caches.keys(index), caches.values(index), slots) if slots.numel() else None
@@ -285,9 +285,13 @@ def sources_of(
         caches: the page store.
         heads: the key/value heads in `k` and `v`.
     """
-    return [
-        KeySource(k, v, layout)
-        if layout.pages is None
-        else KeySource(caches.keys(index)[:, heads], caches.values(index)[:, heads], layout)
-        for layout in layouts
-    ]
+    sources = []
+    for layout in layouts:
+        if layout.pages is None:
+            sources.append(KeySource(k, v, layout))
+            continue
+        if caches.has_window(index):
+            layout = layout._replace(pages=layout.pages.of_window)
+        kept = caches.keys(index)[:, heads], caches.values(index)[:, heads]
+        sources.append(KeySource(*kept, layout))
+    return sources

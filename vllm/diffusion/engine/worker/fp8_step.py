@@ -74,9 +74,9 @@ class Fp8Forward(StreamedForward):
     def project(
         self, index: int, group: HeadGroup, chunk: Chunk, x: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        model, slots = self.model, self.inputs.slot_mapping
+        model = self.model
         rotary = model.rotary(self.inputs.positions[chunk.local], self.pool)
-        target = target_of(chunk.local, len(self.k), index, slots, self.caches)
+        target = target_of(chunk.local, len(self.k), index, self.inputs, self.caches)
         if target is not None:
             heads = group.part(model.num_kv_heads)
             target = KeyTarget(target.k[:, heads], target.v[:, heads], target.slots)

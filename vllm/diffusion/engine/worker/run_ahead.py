@@ -77,7 +77,8 @@ def step_behind(
         if same_kind is None:
             continue  # this kind has been handled already
         all_rows = sum([forwards[req_id].rows for req_id in same_kind])
-        rows = min(row_budget, max(limits.rows, 0 if are_windows else -(-all_rows // 2)))
+        is_limited = are_windows or limits.holds_for_all
+        rows = min(row_budget, max(limits.rows, 0 if is_limited else -(-all_rows // 2)))
         max_requests = max(limits.requests, -(-len(same_kind) // 2))
         all_fit = all_rows <= rows and len(same_kind) <= max_requests
         if not all_fit or set(same_kind).isdisjoint(in_flight):

@@ -33,7 +33,13 @@ from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore, RuleMemory
+from vllm.diffusion.memory import (
+    HostBuffers,
+    PageAllocator,
+    PageStore,
+    RuleMemory,
+    WindowedPageStore,
+)
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -103,9 +109,7 @@ class DiffusionModelRunner:
         self.device = device
         self.pool = pool
         self.host = HostBuffers(is_pinned=device.type == "cuda")
-        self.caches = PageStore(
-            len(model.layers), model.num_kv_heads, model.head_dim, model.dtype, pool
-        )
+        self.caches = _page_store(model, planner, pool)
         self.pages = PageAllocator(self.caches, pool)
         self.agreement = agreement
         self.graphs: GraphRunner | None = None
@@ -286,7 +290,9 @@ class DiffusionModelRunner:
                 continue  # its start failed
             for guest in self.guests:
                 guest.pages_changed(req_id, are_replaced=new.num_kept is not None)
-            cache = self.pages.assign(req_id, new.page_ids, behind=new.num_kept is None)
+            cache = self.pages.assign(
+                req_id, new.page_ids, behind=new.num_kept is None, window_pages=new.window_ids
+            )
             canvas.assign(cache, new.num_kept)
         if new_pages:
             self.pages.update_table()
@@ -335,6 +341,13 @@ class DiffusionModelRunner:
         caches = self.caches
         cache_bytes = (caches.num_bytes, caches.host_bytes) if caches.num_pages else (0, 0)
         return StepUsage(self.budget_bytes, self.planner.rates, *cache_bytes)
+
+
+def _page_store(model: DiffusionModel, planner: Planner, pool: ActivationPool) -> PageStore:
+    num_layers, layers = len(model.layers), planner.shape.window_layers
+    if layers is not None:
+        return WindowedPageStore(layers, num_layers, model.dtype, pool)
+    return PageStore(num_layers, model.num_kv_heads, model.head_dim, model.dtype, pool)
 
 
 def _commit(canvas: Canvas, result: Candidates | BatchedCommit) -> Exception | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
-    from vllm.diffusion.memory import ActivationPool
+    from vllm.diffusion.memory import ActivationPool, PageStore
 
 logger = init_logger(__name__)
 
@@ -54,12 +54,13 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
         "host_bytes": caches.host_bytes,
         "products": _PRODUCTS[dispatch.card_of(runner.device).tier],
         **{name: value for guest in runner.guests for name, value in guest.status().items()},
-        "requests": [_of_request(canvas, caches.page_bytes) for canvas in runner.canvases.values()],
+        "requests": [_of_request(canvas, caches) for canvas in runner.canvases.values()],
     }
 
 
-def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
-    params, cache = canvas.params, canvas.window.cache
+def _of_request(canvas: Canvas, caches: PageStore) -> dict[str, Any]:
+    params, window = canvas.params, canvas.window
+    num_pages = 0 if window.cache is None else len(window.cache.pages)
     return {
         "id": canvas.req_id,
         "algorithm": params.algorithm,
@@ -71,7 +72,7 @@ def _of_request(canvas: Canvas, page_bytes: int) -> dict[str, Any]:
         "states_drafted": canvas.num_drafts,
         "states_accepted": canvas.num_accepted_drafts,
         "steps": params.steps,
-        "kept_bytes": 0 if cache is None else len(cache.pages) * page_bytes,
+        "kept_bytes": caches.bytes_of(num_pages, window.num_kept) if num_pages else 0,
     }
 
 

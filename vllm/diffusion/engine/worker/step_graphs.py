@@ -49,6 +49,7 @@ ENDED_ROWS = 128  # maximum rows of buckets in which all rows go through the las
 MAX_TIMED_ROWS = 512
 # Numbers of blocks of the buckets in families whose blocks stay open as a whole.
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16)
+_TIMED_BLOCKS = 4  # blocks of timed steps in these families; a draft has two
 # Maximum sequences of a bucket; every program of attention counts them.
 MAX_SEQUENCES = 256
 _ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
@@ -81,6 +82,7 @@ class Bucket(NamedTuple):
         *,
         has_blocks: bool,
         marks_blocks: bool = False,
+        has_windows: bool = False,
     ) -> StepInputs[Array]:
         """Return empty inputs of the bucket's sizes, in one chunk, to be filled by `fill`.
 
@@ -89,6 +91,7 @@ class Bucket(NamedTuple):
             max_keys: maximum number of keys of a sequence.
             has_blocks: whether sequences may be on grids of blocks.
             marks_blocks: whether the layers must know which rows belong to blocks.
+            has_windows: whether layers with a window have pages of their own.
         """
 
         def numbers(size: int, dtype: type = np.int32) -> Array:
@@ -111,7 +114,10 @@ class Bucket(NamedTuple):
         is_block = numbers(self.rows, np.bool_) if marks_blocks else None
         tiles = np.zeros((self.tiles, 3), np.int32) if self.tiles else None
         return StepInputs(
-            ids, positions, slot_mapping, ((layout,),), is_block=is_block, tiles=tiles
+            *(ids, positions, slot_mapping, ((layout,),)),
+            is_block=is_block,
+            tiles=tiles,
+            window_slots=slot_mapping.copy() if has_windows else None,
         )
 
 
@@ -135,6 +141,8 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
     _fill(inputs.token_ids, batch.token_ids, 0)
     _fill(inputs.positions, batch.positions, 0)
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
+    if inputs.window_slots is not None and packing.window_slots is not None:
+        _fill(inputs.window_slots, packing.window_slots, -1)
     if inputs.is_block is not None and packing.is_block is not None:
         _fill(inputs.is_block, packing.is_block, 0)
     ((layout,),) = inputs.layouts
@@ -264,7 +272,7 @@ class GraphRunner:
         for bucket, captured in self._captured.items():
             is_stale = captured.layout_version != self._caches.layout_version * bucket.is_cached
             is_alone = bucket.sequences == 1
-            if is_stale or is_alone or bucket.tiles or bucket.rows > MAX_TIMED_ROWS:
+            if is_stale or is_alone or bucket.tiles or bucket.rows > self.buckets.max_timed_rows:
                 continue  # a stale graph still writes to the previous page addresses
             took_us = self._agreement.all_reduce_max(
                 round(1e6 * min(_replayed(captured.graph) for _ in "12"))
@@ -278,9 +286,13 @@ class GraphRunner:
         table = self._caches.table
         if table is self._copied:
             return
+        tensors = [rows for rows in (table.rows, table.window_rows) if rows is not None]
         if len(self._table.rows) != self._caches.most_entries:
-            self._table = PageTable(table.rows.new_empty(self._caches.most_entries), table.size)
-        self._table.rows[: len(table.rows)].copy_(table.rows)
+            larger = [rows.new_empty(self._caches.most_entries) for rows in tensors]
+            self._table = PageTable(larger[0], table.size, *larger[1:])
+        for kept, rows in zip((self._table.rows, self._table.window_rows), tensors, strict=False):
+            assert kept is not None
+            kept[: len(rows)].copy_(rows)
         self._copied = table
 
     def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
@@ -298,7 +310,10 @@ class GraphRunner:
         pages, max_keys = (self._table, self._max_keys) if bucket.is_cached else (None, bucket.rows)
         marks_blocks = batch.packing.is_block is not None
         inputs = bucket.inputs(
-            pages, max_keys, has_blocks=self._has_blocks, marks_blocks=marks_blocks
+            *(pages, max_keys),
+            has_blocks=self._has_blocks,
+            marks_blocks=marks_blocks,
+            has_windows=batch.packing.window_slots is not None,
         )
         graph_inputs = ops.GraphInputs(inputs, self._caches.device)
         fill(graph_inputs.to_write(), batch)
@@ -361,12 +376,14 @@ class Buckets:
         rows_per_sequence: minimum average of rows per sequence, in a bucket for several sequences.
         num_slots: number of adapters that rows may have.
         has_drafts: whether one of them is that of rows that only draft.
+        max_timed_rows: maximum rows of timed steps.
     """
 
     whole: tuple[int, ...]
     windows: tuple[int, ...]
     rows_per_sequence: int
     num_slots: int = 0
+    max_timed_rows: int = MAX_TIMED_ROWS
     has_drafts: bool = False
 
     def find(self, batch: StepBatch) -> Bucket | None:
@@ -404,7 +421,8 @@ def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int 
     """
     if config.family.is_open:  # nearly all steps consist of whole blocks
         rows = tuple(config.block_length * count for count in _BLOCKS)
-        return Buckets(rows, rows, config.block_length // 2)
+        max_timed_rows = max(MAX_TIMED_ROWS, _TIMED_BLOCKS * config.block_length)
+        return Buckets(rows, rows, config.block_length // 2, max_timed_rows=max_timed_rows)
     rows_per_sequence = 4 if config.family.is_block_causal else 16
     if config.family.is_strictly_causal:
         rows_per_sequence = 1

@@ -150,7 +150,7 @@ def _begin_again(runner: DiffusionModelRunner, req_ids: Collection[str]) -> Outc
     return failures
 
 
-def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, int] | None:
+def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, ...] | None:
     """Release cached keys and values, and the pool's memory, while nothing runs.
 
     Returns:
@@ -158,7 +158,7 @@ def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, int] | None:
     """
     runner.invalidate()  # drafts hold pages, too
     store, pages = runner.caches, runner.pages
-    fixed = (store.num_pages, store.most_entries) if pages.fixed_bytes else None
+    fixed = pages.fixed_sizes
     for req_id, canvas in runner.canvases.items():
         pages.release(req_id)
         canvas.window.assign(None, 0 if canvas.params.cache == "exact" else None)
@@ -167,7 +167,7 @@ def release_kv_cache(runner: DiffusionModelRunner) -> tuple[int, int] | None:
     return fixed
 
 
-def restore_kv_cache(runner: DiffusionModelRunner, fixed: tuple[int, int] | None) -> Outcomes:
+def restore_kv_cache(runner: DiffusionModelRunner, fixed: tuple[int, ...] | None) -> Outcomes:
     """Allocate the memory again; requests start their next forwards without cached keys.
 
     Returns:

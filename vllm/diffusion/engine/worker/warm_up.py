@@ -59,13 +59,14 @@ def warm_up(
         runner.pages.provide(positions)
     steps = list(_steps(model, buckets, row_budget, positions))
     if model.family.is_block_causal:
-        steps = [step for step in steps if _num_pages(step) <= runner.caches.num_pages]
+        steps = [step for step in steps if _num_pages(step) <= runner.caches.num_whole_pages]
+    has_windows = runner.planner.shape.window_layers is not None
     with _garbage_frozen():
         for requests in tqdm(steps, desc="Capturing CUDA graphs", disable=not shows_progress):
             for _ in runner.rehearsals():
                 # With a small pool, requests run without graphs, too.
                 with suppress(*OUT_OF_MEMORY):
-                    run_alone(runner, requests, _pages(requests))
+                    run_alone(runner, requests, _pages(requests, has_windows=has_windows))
     if runner.graphs is not None:
         runner.graphs.captures_more = False
         runner.graphs.measure()
@@ -152,13 +153,18 @@ def _num_pages(requests: list[NewCanvas]) -> int:
     return max((max(page_ids) + 1 for page_ids in page_lists), default=0)
 
 
-def _pages(requests: list[NewCanvas]) -> dict[str, NewPages]:
-    """Assign pages, from 0, to the requests whose pages the scheduler would assign."""
+def _pages(requests: list[NewCanvas], *, has_windows: bool = False) -> dict[str, NewPages]:
+    """Assign pages, from 0, to the requests whose pages the scheduler would assign.
+
+    With `has_windows` every page has the window page of the same number.
+    """
     new_pages, start = {}, 0
     for new in requests:
         if new.params.cache == "exact":
             end = start + num_pages(len(new.prompt_token_ids) + new.params.gen_length)
-            new_pages[new.req_id], start = NewPages(list(range(start, end)), num_kept=0), end
+            page_ids, start = list(range(start, end)), end
+            window_ids = page_ids if has_windows else []
+            new_pages[new.req_id] = NewPages(page_ids, num_kept=0, window_ids=window_ids)
     return new_pages
 
 

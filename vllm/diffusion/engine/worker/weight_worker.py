@@ -126,7 +126,7 @@ class WeightWorker(WorkerBase):
     _failed_before: str | None = None  # reason why steps were paused when the update began
     _did_last = False  # whether the last call of an update succeeded
     # Sizes of the page store, while its memory is released.
-    _fixed_pages: tuple[int, int] | None = None
+    _fixed_pages: tuple[int, ...] | None = None
     _reasons: Mapping[str, str] = MappingProxyType({})  # reasons why steps are paused, by holder
 
     @functools.cached_property

@@ -12,6 +12,11 @@ from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import devices, pages
 from vllm.diffusion.engine.scheduler.paging import most_positions, scratch_pages, without_scratch
 from vllm.diffusion.engine.scheduler.turns import StepLimits
+from vllm.diffusion.engine.scheduler.window_paging import (
+    num_window_pages,
+    pages_within,
+    window_layers,
+)
 from vllm.diffusion.engine.worker.adapter_worker import AdapterWorker
 from vllm.diffusion.engine.worker.adapting import AdaptingLoop, load_adapters
 from vllm.diffusion.engine.worker.model_loading import (
@@ -113,7 +118,10 @@ class DiffusionWorker(AdapterWorker):
             self.model_runner,
             agreement,
             runs_ahead=device.type == "cuda",
-            limits=StepLimits(rows=buckets_of(model.config).windows[-1]),
+            limits=StepLimits(
+                rows=buckets_of(model.config).windows[-1],
+                holds_for_all=model.config.family.is_open,
+            ),
         )
         if self.is_driver_worker:
             budget = self.model_runner.pool.budget_bytes
@@ -165,13 +173,18 @@ class DiffusionWorker(AdapterWorker):
         model = self.model_runner.model
         if not model.family.is_block_causal:
             return {}
+        layers = window_layers(self.vllm_config)
+        num_heads, head_dim = model.num_kv_heads, model.head_dim
+        if layers is not None:  # their window pages are not upstream's
+            num_heads, head_dim = layers.other_heads
         layer = FullAttentionSpec(
             block_size=pages.PAGE_SIZE,
-            num_kv_heads=model.num_kv_heads,
-            head_size=model.head_dim,
+            num_kv_heads=num_heads,
+            head_size=head_dim,
             dtype=model.dtype,
         )
-        return {f"layers.{number}": layer for number in range(len(model.layers))}
+        own = set(range(len(model.layers))) - set(layers.indices if layers else ())
+        return {f"layers.{number}": layer for number in sorted(own)}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [next(iter(KVCacheLayout)).name]
@@ -179,20 +192,23 @@ class DiffusionWorker(AdapterWorker):
     def determine_available_memory(self) -> int:
         """Return the bytes of the pages that fit into the pool's share for the cache.
 
-        Pages of drafts are not included.
+        Pages of drafts and window pages are not included.
         """
         planner = self.model_runner.planner
-        num_pages = without_scratch(planner.cached_positions // pages.PAGE_SIZE)
+        cost = planner.shape.window_bytes / planner.shape.cache_bytes
+        num_pages = pages_within(self.vllm_config, planner.cached_positions, cost)
+        num_pages = without_scratch(self.vllm_config, num_pages)
         return num_pages * pages.PAGE_SIZE * planner.shape.cache_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         num_pages = kv_cache_config.num_blocks
         if kv_cache_config.kv_cache_groups:
             longest = most_positions(num_pages, self.model_config.max_model_len)
-            scratch = scratch_pages(num_pages)
+            scratch = scratch_pages(self.vllm_config, num_pages)
             most_sequences = self.scheduler_config.max_num_seqs + scratch
             most_entries = most_sequences * pages.num_pages(longest)
-            self.model_runner.pages.fix(num_pages, most_entries, scratch)
+            num_windows = num_window_pages(self.vllm_config, num_pages)
+            self.model_runner.pages.fix(num_pages, most_entries, scratch, num_windows)
 
     def reset_encoder_cache(self) -> None:
         pass

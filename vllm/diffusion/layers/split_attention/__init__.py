@@ -56,7 +56,7 @@ class SplitConfig:
 # elsewhere.
 CONFIG = SplitConfig(64, 64, programs=2, num_warps=4, num_stages=3)
 # Wide heads leave room for fewer stages.
-_WIDE = {
+WIDE_CONFIGS = {
     256: SplitConfig(128, 32, programs=1, num_warps=8, num_stages=3),
     512: SplitConfig(64, 32, programs=1, num_warps=8, num_stages=2),
 }
@@ -87,7 +87,7 @@ def can_split(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     else:
         is_taken = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
         is_taken = is_taken and capability(device) >= (8, 0)
-        if head_dim in _WIDE:
+        if head_dim in WIDE_CONFIGS:
             is_taken = is_taken and capability(device)[0] in _WIDE_CAPABILITIES
     return is_taken and head_dim in HEAD_DIMS and _kernels() is not None
 
@@ -129,7 +129,7 @@ def split_attention(
         ValueError: the tensors are not of a kind that `can_split`, pages are not whole tiles, or a
             window lacks `firsts`.
     """
-    config = config or _WIDE.get(q.shape[2], CONFIG)
+    config = config or WIDE_CONFIGS.get(q.shape[2], CONFIG)
     _check(q, layout, config, window)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

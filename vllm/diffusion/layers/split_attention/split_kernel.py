@@ -114,8 +114,12 @@ def part_kernel(
         block_length = tl.load(block_lengths + known_sequence, cache_modifier=".cg")
         first = tl.load(firsts + known_sequence, cache_modifier=".cg")
     if WINDOW:
-        row_start = first + tl.where(block_length > 0, query, 0) - WINDOW + 1
-        before = tl.maximum(tl.min(row_start), 0) // KEYS * KEYS
+        has_grid = tl.where(block_length > 0, 1, 0)
+        row_start = first - WINDOW + 1 + has_grid * query
+        # These are scalars, because Triton does not pipeline loops that start at a reduced number.
+        least_start = first - WINDOW + 1 + has_grid * (tile * ROWS // GROUP)
+        largest_start = first - WINDOW + 1 + has_grid * ((tile * ROWS + ROWS - 1) // GROUP)
+        before = tl.maximum(least_start, 0) // KEYS * KEYS
     steps = tl.cdiv(tl.cdiv(num_keys - before, num_splits), KEYS)
     share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = before + split * share
@@ -157,12 +161,18 @@ def part_kernel(
     highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    whole = start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
+    # All rows read the tiles from `whole_start` to `whole_end` whole, which are most tiles.
+    whole_start, whole_end = start, start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
     if WINDOW:
-        whole = start
-    # First the tiles that all rows read whole, which are most tiles, then the others.
-    for IS_MASKED in tl.static_range(2):
-        for at in range(whole if IS_MASKED else start, end if IS_MASKED else whole, KEYS):
+        whole_start = tl.cdiv(tl.maximum(largest_start, start), KEYS) * KEYS
+        whole_start = tl.minimum(whole_start, whole_end)
+    # Tiles before these, where some rows' windows begin, and tiles after these are masked.
+    BEFORE: tl.constexpr = 0
+    WHOLE: tl.constexpr = 1
+    for PHASE in tl.static_range(BEFORE if WINDOW else WHOLE, 3):
+        phase_start = start if PHASE == BEFORE else (whole_start if PHASE == WHOLE else whole_end)
+        phase_end = whole_start if PHASE == BEFORE else (whole_end if PHASE == WHOLE else end)
+        for at in range(phase_start, phase_end, KEYS):
             if PAGE:
                 tile_row = (page + at % PAGE).to(tl.int64)
                 later = at + KEYS
@@ -170,14 +180,14 @@ def part_kernel(
             else:
                 tile_row = (first_key + at).to(tl.int64)
             k_tile_at, v_tile_at = k_at + tile_row * k_row, v_at + tile_row * v_row
-            if IS_MASKED:
+            if PHASE != WHOLE:
                 is_key = at + keys < end
                 k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
                 v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
             else:
                 k_tile, v_tile = tl.load(k_tile_at), tl.load(v_tile_at)
             scores = tl.dot(q_tile, k_tile, input_precision="ieee")
-            if IS_MASKED:
+            if PHASE != WHOLE:
                 is_read = (at + keys)[None, :] < row_end[:, None] if HAS_BLOCKS else is_key[None, :]
                 if WINDOW:
                     is_read &= (at + keys)[None, :] >= row_start[:, None]
@@ -185,7 +195,7 @@ def part_kernel(
             higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
             base = higher
             # A row that has read no key has no highest score yet.
-            if IS_MASKED and HAS_BLOCKS:
+            if PHASE != WHOLE and HAS_BLOCKS:
                 base = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores * scale - base[:, None])
             fade = tl.exp2(highest - base)
