@@ -82,9 +82,9 @@ def make_planner(
 def rule_memory(params: DiffusionParams) -> RuleMemory:
     """Return the memory that a request's decoding rule takes on the device.
 
-    With `acceptance: ratio` the rule keeps the fp32 distributions of the drafts that it verifies
-    and of those that it makes (`decoding/introspective.py`). To draw tokens, it takes a few numbers
-    for each token of the vocabulary and row, and some of 8 bytes for one row.
+    With `acceptance: ratio` the rule keeps the fp32 distributions of drafts: the drafts that it
+    verifies, and the drafts that it makes (`decoding/introspective.py`). To draw tokens, it takes a
+    few numbers for each token of the vocabulary and row, and some of 8 bytes for one row.
     """
     if not params.keeps_distributions or params.stride is None:
         return RuleMemory()

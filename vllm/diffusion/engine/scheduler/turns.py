@@ -39,8 +39,8 @@ class StepLimits(NamedTuple):
         rows: maximum rows of windows that one graph serves; larger steps are not faster per row.
         requests: number of requests above which the host takes longer than a device needs for a
             second step.
-        holds_for_all: whether `rows` also limits steps that contain other rows than windows. Without
-            this, such a step takes at least half of the rows that wait.
+        holds_for_all: whether `rows` also limits steps that contain other rows than windows.
+            Without this, such a step takes at least half of the rows that wait.
     """
 
     rows: int
