@@ -52,7 +52,7 @@ def bd3lm(
     uniform: Uniform | None = None,
     choose: Choose = best,
 ) -> Decoded:
-    """Run the sampler; `steps` are those of a block, one per position if there are none."""
+    """Run the sampler; `steps` is the number of steps of a block, by default one per position."""
     num_pads = -len(prompt) % block_length
     tokens = [PADDING] * num_pads + [*prompt]
     end = len(tokens) + gen_length

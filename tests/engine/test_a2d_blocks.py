@@ -42,6 +42,8 @@ from tests.engine.schedules import run_schedule
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.engine.scheduler.paging import Paging
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.warm_up import warm_up
 
 BLOCK = 8
 ROW_BUDGET = 40
@@ -58,6 +60,17 @@ def make_model(folder: Path, family: str, seed: int) -> Path:
     weights["lm_head.weight"][MASK_ID] = 0
     save_weights(made, weights)
     return made
+
+
+# This test is the first one of the file, because ranks are only forked if no engine ran before.
+def test_two_ranks(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a2d", "a2d_qwen3", 3)
+    model = load_reference(folder)
+    asks = [ask(random_prompt(n, seed=n), steps_per_block=4) for n in (5, 70, 33)]
+    with running(folder, tensor_parallel_size=2) as engine:
+        responses = engine.ask(*asks)
+    answers = [wanted(model, one) for one in asks]
+    assert [(r.token_ids, r.num_forwards) for r in responses] == answers
 
 
 @pytest.fixture(scope="module", params=["a2d_qwen3", "a2d_qwen2", "a2d_llama"])
@@ -219,6 +232,51 @@ def test_drafts_change_nothing(engine: Engine, alone: list[Response]) -> None:
     chosen = [n for n, one in enumerate(MIXED) if one.extra.get("algorithm") != "joint_threshold"]
     drafted = engine.ask(*speculating([MIXED[n] for n in chosen], 2))
     assert [a.token_ids for a in drafted] == [alone[n].token_ids for n in chosen]
+
+
+def test_the_warm_up_captures_all_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of requests need no graph that a step of the warm-up has not captured."""
+    buckets = buckets_of(engine.runner.model.config)
+    batches = record(monkeypatch, engine.runner, "launch", lambda launched, _: launched.batch)
+    model = served_model(engine.llm.llm_engine.vllm_config)
+    warm_up(engine.runner, model, row_budget=ROW_BUDGET, shows_progress=False)
+    captured = {buckets.find(batch) for batch in batches}
+    del batches[:]
+    engine.ask(*MIXED)
+    for one in (*MIXED[::3], *map(uncached, MIXED[::3])):
+        engine.ask(one)
+    needed = {buckets.find(batch) for batch in batches if batch.num_rows <= ROW_BUDGET}
+    assert len(needed) > 3
+    assert needed - {None} <= captured
+
+
+PARIS = {"structured_outputs": {"choice": ["Paris", "London"]}}
+MASKS = [*random_prompt(11, 3), MASK_ID, MASK_ID, 5, 6, MASK_ID, *random_prompt(9, 4)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_formats_and_masks_of_prompts(grid: str, engine: Engine) -> None:
+    for length in (9, 16, 21):
+        one = Request(random_prompt(length), {"gen_length": 32, "block_grid": grid, **PARIS})
+        answers = engine.ask(one, uncached(one))
+        assert {answer.text for answer in answers} <= {"Paris", "London"}
+        assert answers[0].text == answers[1].text
+    filled = ask(MASKS, allow_infill=True, return_trajectory=True, block_grid=grid)
+    cached, plain = engine.ask(filled, uncached(filled))
+    assert cached.token_ids == plain.token_ids
+
+
+def test_a_likelihood_counts_blocks_from_the_first_token(
+    served: tuple[Engine, A2DReference],
+) -> None:
+    engine, model = served
+    prompt = random_prompt(30, 8)
+    parameters = {"score": {"positions": [3, 29], "token_ids": [[1, 2], [5]]}}
+    (answer,) = engine.ask(Request(prompt, parameters))
+    logits = model.logits(torch.tensor([prompt]), BLOCK)[0]
+    actual, given = torch.log_softmax(logits, dim=-1), answer.report["scores"]["logprobs"]
+    torch.testing.assert_close(torch.tensor(given[0]), actual[3, [1, 2]], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(given[1]), actual[29, [5]], atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_share_pages_if_their_blocks_are_the_same(engine: Engine) -> None:

@@ -29,6 +29,7 @@ from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.worker.step_graphs import buckets_of, fill
+from vllm.diffusion.engine.worker.warm_up import warm_up
 
 RANK, ALPHA = 4, 16
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -147,6 +148,30 @@ def test_rows_that_draft_share_tiles(wild: Engine, monkeypatch: pytest.MonkeyPat
         assert (inputs.tiles is None) == (batch.slots is None)
 
 
+def test_the_warm_up_captures_graphs_with_the_adapter(
+    plain: tuple[Path, list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "idlm")
+    add_adapter(folder, folder / "adapter")
+    with running(folder, num_gpu_blocks_override=600) as engine:
+        runner = engine.runner
+        buckets = replace(buckets_of(runner.model.config), num_slots=1, has_drafts=True)
+        batches = record(monkeypatch, runner, "launch", lambda launched, _: launched.batch)
+        model = served_model(engine.llm.llm_engine.vllm_config)
+        warm_up(runner, model, row_budget=200, shows_progress=False)
+        captured = {buckets.find(batch) for batch in batches}
+        del batches[:]
+        for count in (1, 2, 5, 13):
+            asks = [
+                ask(3 + 5 * n, seed=n, stride=2 + n % 7, gen_length=6 + n % 9) for n in range(count)
+            ]
+            engine.ask(*asks)
+            engine.ask(*map(uncached, asks[:3]))
+        needed = {buckets.find(batch) for batch in batches if batch.num_rows <= 200}
+    assert len([bucket for bucket in needed if bucket is not None and bucket.tiles]) > 3
+    assert needed - {None} <= captured
+
+
 def test_steps_with_drafts_are_planned_with_the_adapter(
     wild: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +196,18 @@ def test_large_numbers_change_no_log_probability(
     for answer, wanted in zip(wild.ask(*traced), alone, strict=True):
         actual, given = (a.report["trajectory"]["logprobs"] for a in (answer, wanted))
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(given), atol=1e-4, rtol=1e-4)
+
+
+def test_slots_that_were_released_hold_the_adapter_again(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "idlm")
+    add_adapter(folder, folder / "adapter", gain=0.3)
+    with running(folder, enable_sleep_mode=True) as engine:
+        before = engine.ask(*ASKS)
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+        after = engine.ask(*ASKS)
+    assert ids(after) == ids(before)
+    assert forwards(after) == forwards(before)
 
 
 def test_ratio_draws_from_the_distribution_with_the_adapter(wild: Engine) -> None:

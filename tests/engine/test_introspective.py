@@ -18,6 +18,7 @@ from tests.engine.harness import (
     Engine,
     Request,
     Response,
+    finish,
     num_cached,
     record,
     running,
@@ -25,9 +26,17 @@ from tests.engine.harness import (
     step,
     uncached,
 )
+from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.core.random_streams import CATEGORICAL
+from vllm.diffusion.engine.planning import demand_of
 from vllm.diffusion.engine.scheduler.paging import Paging
+from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.warm_up import warm_up
+from vllm.diffusion.memory import RuleMemory
+from vllm.diffusion.request import decision, fields
+from vllm.diffusion.request.params import DiffusionParams
+from vllm.diffusion.request.served_model import ServedModel
 
 STOP_IDS = (EOS_ID, EOT_ID)
 ROW_BUDGET = 40
@@ -93,6 +102,10 @@ def engine(folders: dict[str, Path]) -> Iterator[Engine]:
 
 def ids(answers: list[Response]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
+
+
+def decide(extra: dict[str, Any], model: ServedModel, prompt: list[int]) -> DiffusionParams:
+    return decision.decide(fields.canonical(extra), model, prompt)
 
 
 def one_by_one(one: Request) -> Request:
@@ -235,6 +248,99 @@ def test_branches_change_no_token(
         )
         assert max(actual["commit_steps"]) == actual["num_steps"] < plain["num_steps"]
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize("branches", ["last", "all"])
+@pytest.mark.parametrize("num_before", [1, 2, 5, 6, 9])
+def test_changed_weights_verify_the_drafts_of_others(
+    num_before: int, branches: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """From the update on the answer is that of the new weights after the tokens before."""
+    new = make_case(tmp_path / "new", "idlm")
+    weights = {name: 0.8 * w.flip(0) for name, w in weights_of(new).items() if w.dim() == 2}
+    weights = {**weights_of(folders["flat"]), **weights}
+    weights["lm_head.weight"] *= 0.05
+    save_weights(new, weights)
+    fields = {"temperature": 0.8, "seed": 6, "stride": 4, "draft_branches": branches}
+    one = ask(70, gen_length=40, return_trajectory=True, **fields)
+    choose = drawn(0.8, 6)
+    old_logits, new_logits = (
+        partial(causal, load_reference(folder)) for folder in (folders["flat"], new)
+    )
+    with running(folders["flat"], num_gpu_blocks_override=600) as engine:
+        start(engine, "a", one)
+        while not any(c.num_steps == num_before for c in engine.runner.canvases.values()):
+            engine.llm.llm_engine.step()
+        engine.runner.model.load_weights(weights.items())
+        (answer,) = finish(engine).values()
+    trajectory = answer.report["trajectory"]
+    (_, first_step), *_ = (pair for pair in trajectory["weight_steps"] if pair[0] == 1)
+    num_old = sum(step < first_step for step in trajectory["commit_steps"])
+    assert 0 < num_old < 40
+    sequence = list(one.prompt)
+    for place in range(40):
+        logits_of = old_logits if place < num_old else new_logits
+        sequence.append(choose(logits_of(sequence, len(sequence))[-1], place))
+    assert answer.token_ids == sequence[70:]
+
+
+def test_distributions_count_in_the_memory_of_requests(roomy: Engine) -> None:
+    """8 bytes for each draft and token of the vocabulary, and more for the request that draws."""
+    model = served_model(roomy.llm.llm_engine.vllm_config)
+
+    def memory(stride: int, **more: Any) -> RuleMemory:
+        extra = {"temperature": 1.0, "acceptance": "ratio", "stride": stride, **more}
+        return demand_of(decide({"gen_length": 9, **extra}, model, [1]), 1).of_rule
+
+    assert memory(4).kept == 8 * 3 * model.vocab_size
+    assert memory(16).kept == 8 * 15 * model.vocab_size
+    assert memory(16).drawing > memory(4).drawing > 0
+    for more in ({"acceptance": "coupled"}, {"temperature": 0.0}):
+        assert memory(4, **more) == RuleMemory()
+    two = RuleMemory.of_all([memory(4), memory(16)])
+    assert two == memory(4).kept + memory(16).kept + memory(16).drawing
+
+
+def test_steps_are_planned_beside_the_distributions(
+    roomy: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = roomy.runner.account
+    before, counted = account.kept_bytes, list[int]()
+    record(monkeypatch, roomy.runner, "launch", lambda *_: counted.append(account.rule_bytes))
+    plain = [ask(9, temperature=1.0, seed=n) for n in range(2)]
+    drawn = [Request(a.prompt, {**a.extra, "acceptance": "ratio"}) for a in plain]
+    roomy.ask(*plain)
+    assert not any(counted)
+    roomy.ask(*drawn)
+    demands = [
+        demand_of(decide(one.extra, served_model(roomy.llm.llm_engine.vllm_config), [1]), 1)
+        for one in drawn
+    ]
+    assert max(counted) == RuleMemory.of_all(demand.of_rule for demand in demands)
+    assert roomy.is_idle()
+    assert account.rule_bytes == 0 and account.kept_bytes >= before
+
+
+def test_the_warm_up_captures_all_graphs(roomy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of requests need no graph that a step of the warm-up has not captured."""
+    buckets = buckets_of(roomy.runner.model.config)
+    batches = record(monkeypatch, roomy.runner, "launch", lambda launched, _: launched.batch)
+    model = served_model(roomy.llm.llm_engine.vllm_config)
+    warm_up(roomy.runner, model, row_budget=300, shows_progress=False)
+    captured = {buckets.find(batch) for batch in batches}
+    del batches[:]
+    for count in (1, 2, 5, 13, 40):
+        asks = [
+            ask(3 + 5 * n, prompt_seed=n, seed=n, stride=2 + n % 7, gen_length=6 + n % 9)
+            for n in range(count)
+        ]
+        roomy.ask(*asks)
+        roomy.ask(*map(one_by_one, asks))
+        if count < 5:
+            roomy.ask(*(Request(a.prompt, {**a.extra, "draft_branches": "all"}) for a in asks))
+    needed = {buckets.find(batch) for batch in batches if batch.num_rows <= 300}
+    assert len(needed) > 5
+    assert needed - {None} <= captured
 
 
 def test_many_seeds(engine: Engine) -> None:

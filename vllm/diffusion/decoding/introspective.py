@@ -53,7 +53,7 @@ class Introspective(SelfSpeculation):
         self._drafts: Array = np.empty(0, dtype=np.int64)  # drafts after the latest token
         self.report = dict.fromkeys(("drafts_tried", "drafts_held", "cold_forwards"), 0)
         # At temperature 0 both kinds of acceptance are the same.
-        self.adjusts_logits = params.acceptance == "ratio" and params.temperature > 0
+        self.adjusts_logits = params.keeps_distributions
         self._num_forwards = 0
         # Drafts before the first wrong one in the latest forward; None if all were right.
         self.num_right: int | None = None
@@ -127,9 +127,14 @@ class Introspective(SelfSpeculation):
                 only = torch.zeros_like(rest)
                 only[draft] = 1
                 p[row] = torch.where(is_right, only, rest)
-        noise = -torch.log(-torch.log(self._uniform(CATEGORICAL, positions, p.shape[1])))
-        tokens = (p.double().log() + noise).argmax(dim=-1, keepdim=True)
-        return logits.fill_(-torch.inf).scatter_(1, tokens, 0.0)
+        # One row at a time, because these numbers have 8 bytes.
+        drawn = [self._drawn(row, positions[i : i + 1]) for i, row in enumerate(p)]
+        return logits.fill_(-torch.inf).scatter_(1, torch.stack(drawn)[:, None], 0.0)
+
+    def _drawn(self, p: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Draw the token of a position [1] from weights [V] fp32."""
+        noise = -torch.log(-torch.log(self._uniform(CATEGORICAL, position, len(p))[0]))
+        return (p.double().log() + noise).argmax()
 
     def _distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the probabilities [R, V] fp32 with which tokens are drawn."""

@@ -20,7 +20,14 @@ from vllm.diffusion.adapters.matrices import HEAD
 from vllm.diffusion.config import row_budget, settings_of, slots_of
 from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
-from vllm.diffusion.memory import Demand, Experts, LinearBuffers, ModelShape, Planner
+from vllm.diffusion.memory import (
+    Demand,
+    Experts,
+    LinearBuffers,
+    ModelShape,
+    Planner,
+    RuleMemory,
+)
 from vllm.diffusion.ops import arena
 from vllm.diffusion.request.causal_context import CausalContext
 from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
@@ -72,6 +79,20 @@ def make_planner(
     )
 
 
+def rule_memory(params: DiffusionParams) -> RuleMemory:
+    """Return the memory that a request's decoding rule takes on the device.
+
+    With `acceptance: ratio` the rule keeps the fp32 distributions of drafts: the drafts that it
+    verifies, and the drafts that it makes (`decoding/introspective.py`). To draw tokens, it takes a
+    few numbers for each token of the vocabulary and row, and some of 8 bytes for one row.
+    """
+    if not params.keeps_distributions or params.stride is None:
+        return RuleMemory()
+    num_drafts, num_rows = params.stride - 1, 2 * params.stride - 1
+    kept, drawing = 2 * 4 * num_drafts, 4 * 4 * num_rows + 5 * 8
+    return RuleMemory(kept * params.vocab_size, drawing * params.vocab_size)
+
+
 def demand_of(params: DiffusionParams, num_prompt_tokens: int, *, adapts: bool = False) -> Demand:
     """Return the memory and rows that a request uses while it runs.
 
@@ -115,6 +136,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
         first=min(visibility.first_end(num_prompt_tokens), length),
         unit=params.block_length if is_exact else None,
         adapts=adapts,
+        of_rule=rule_memory(params),
     )
 
 

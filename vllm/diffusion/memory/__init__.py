@@ -19,7 +19,14 @@ from vllm.diffusion.memory.plan import Plan, chunks
 from vllm.diffusion.memory.planner import Planner
 from vllm.diffusion.memory.rates import rates_of
 from vllm.diffusion.memory.residual_rows import HostRows, ResidualRows
-from vllm.diffusion.memory.shapes import Demand, Experts, LinearBuffers, ModelShape, StepShape
+from vllm.diffusion.memory.shapes import (
+    Demand,
+    Experts,
+    LinearBuffers,
+    ModelShape,
+    RuleMemory,
+    StepShape,
+)
 from vllm.diffusion.memory.virtual_memory import activation_pool
 from vllm.diffusion.memory.weight_memory import ArenaWeights, WeightMemory
 from vllm.diffusion.memory.windowed_store import WindowedPageStore
@@ -44,6 +51,7 @@ __all__ = [
     "PoolExhaustedError",
     "Rates",
     "ResidualRows",
+    "RuleMemory",
     "StepShape",
     "WeightMemory",
     "WindowedPageStore",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import part_layers
 from vllm.diffusion.core.stages import device_layers
-from vllm.diffusion.memory.shapes import StepShape
+from vllm.diffusion.memory.shapes import RuleMemory, StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -102,12 +102,13 @@ class Admission:
             return math.inf
 
     def kept_bytes(self, demands: Iterable[Demand]) -> int:
-        """Return the device bytes that requests keep between steps."""
-        return sum(
+        """Return the device bytes that requests keep between steps, and that their rules take."""
+        together = [*demands]
+        return RuleMemory.of_all(d.of_rule for d in together) + sum(
             d.cached_positions
             * self._shape.key_value_bytes
             * device_layers(self._shape.num_layers, d.host_layers)
-            for d in demands
+            for d in together
         )
 
     def check(self, new: Demand) -> Demand:

@@ -11,6 +11,8 @@ from vllm.diffusion.core import stages
 from vllm.diffusion.core.pages import in_whole_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
     from vllm.diffusion.core.buffers import Buffer
@@ -240,6 +242,27 @@ class StepShape(NamedTuple):
         )
 
 
+class RuleMemory(NamedTuple):
+    """Bytes of device memory that the decoding rule of a request takes.
+
+    Attributes:
+        kept: bytes that it keeps between steps.
+        drawing: further bytes while it draws tokens; one request draws at a time.
+    """
+
+    kept: int = 0
+    drawing: int = 0
+
+    @staticmethod
+    def of_all(requests: Iterable[RuleMemory]) -> int:
+        """Return the bytes that the rules of some requests take together."""
+        together = [*requests]
+        return sum(one.kept for one in together) + max((one.drawing for one in together), default=0)
+
+
+NO_MEMORY = RuleMemory()
+
+
 @dataclass(frozen=True)
 class Demand:
     """Rows and memory that a request uses while it runs.
@@ -262,6 +285,7 @@ class Demand:
         once: whether it has only one forward.
         fp8_attention: whether attention is fp8 in forwards of all positions.
         adapts: whether its rows have a LoRA adapter.
+        of_rule: memory of its decoding rule.
     """
 
     length: int
@@ -277,6 +301,7 @@ class Demand:
     once: bool = False
     fp8_attention: bool = False
     adapts: bool = False
+    of_rule: RuleMemory = NO_MEMORY
 
     @property
     def first_rows(self) -> int:

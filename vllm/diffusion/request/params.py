@@ -119,6 +119,11 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         return self.forbidden_ids
 
     @property
+    def keeps_distributions(self) -> bool:
+        """Whether drafts are compared with the distributions that they were drawn from."""
+        return self.stride is not None and self.acceptance == "ratio" and self.temperature > 0
+
+    @property
     def has_filters(self) -> bool:
         """Whether min_p, top_k or top_p may restrict a distribution."""
         return self.min_p > 0 or self.top_k is not None or self.top_p is not None

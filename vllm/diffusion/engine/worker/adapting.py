@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose rows have LoRA adapters: those of their requests, or the one for drafts.
+"""Steps whose rows have LoRA adapters: adapters of requests, or the adapter for drafts.
 
 The runner announces which slot each row uses; everything else is in `vllm.diffusion.adapters`.
 """

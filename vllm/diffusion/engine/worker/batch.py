@@ -305,7 +305,7 @@ def build_batch(
 
 
 def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
-    """Sort key of an item's rows: without a cache first, those that read cached keys last."""
+    """Sort key of an item's rows: without a cache first, with cached keys to read last."""
     item, _, window = forward
     return (item.window.cache is not None) + window.reads_kept
 

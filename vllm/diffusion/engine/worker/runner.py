@@ -21,6 +21,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.errors import BrokenLogitsError
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import StepUsage
+from vllm.diffusion.engine.planning import rule_memory
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
@@ -32,7 +33,13 @@ from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import HostBuffers, PageAllocator, PageStore, WindowedPageStore
+from vllm.diffusion.memory import (
+    HostBuffers,
+    PageAllocator,
+    PageStore,
+    RuleMemory,
+    WindowedPageStore,
+)
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.logger import init_logger
 
@@ -245,6 +252,7 @@ class DiffusionModelRunner:
             self._log.host_layers(new.req_id, self.caches)
         canvas.use_weights(self.weight_generation)
         self.canvases[new.req_id] = canvas
+        self._count_rules(canvas)
         for kind in guests_needed(new, self):
             self.join(kind)
         for guest in self.guests:
@@ -299,9 +307,17 @@ class DiffusionModelRunner:
     def remove(self, req_id: str) -> None:
         for guest in self.guests:
             guest.removed(req_id)
-        self.canvases.pop(req_id, None)
+        canvas = self.canvases.pop(req_id, None)
+        if canvas is not None:
+            self._count_rules(canvas)
         self.pages.release(req_id)
         self._packing = None
+
+    def _count_rules(self, changed: Canvas) -> None:
+        """Count the memory of all rules, if the rule of a request that came or went takes any."""
+        if any(rule_memory(changed.params)):
+            running = self.canvases.values()
+            self.account.rule_bytes = RuleMemory.of_all(rule_memory(c.params) for c in running)
 
     # ---- memory ----
 

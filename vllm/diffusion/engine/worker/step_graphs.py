@@ -406,8 +406,8 @@ class Buckets:
     def _max_tiles(self, rows: int, sequences: int, is_cached: bool) -> int:
         """Return the maximum number of tiles of a batch whose rows are sorted by slot."""
         num_runs = sequences
-        # Each kind of rows has rows of every slot, and without a slot. Only without a cache, rows
-        # that draft come directly after the other rows of their request.
+        # Each kind of rows has rows of every slot, and without a slot. Without a cache, a tail
+        # follows the other rows of its request.
         if is_cached or not self.has_drafts:
             num_runs = min(_ROW_KINDS * (self.num_slots + 1), sequences)
         num_runs += 1  # the padding

@@ -82,7 +82,12 @@ class PoolAccount:
         pages: pages of cached keys and values, in the pool.
         graphs: memory of captured graphs; None without graphs.
         ranks: ranks that compute the same steps.
+
+    Attributes:
+        rule_bytes: memory outside of the pool that the rules of running requests take.
     """
+
+    rule_bytes = 0
 
     def __init__(
         self,
@@ -111,7 +116,8 @@ class PoolAccount:
     @property
     def kept_bytes(self) -> int:
         """Bytes that outlive a step, or that a paused step holds until its next slice."""
-        return self.fixed_bytes + self._pages.store.reserved_bytes + self._pool.frame_bytes
+        kept_bytes = self.fixed_bytes + self._pages.store.reserved_bytes + self._pool.frame_bytes
+        return kept_bytes + self.rule_bytes
 
     def memory(self, plan: Plan, planner_us: float, peak_bytes: int | None = None) -> StepMemory:
         """Return the memory of a step; `peak_bytes` defaults to the current peak of the pool."""

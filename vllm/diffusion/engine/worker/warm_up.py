@@ -188,7 +188,7 @@ def _request(
         if length > _CANVAS:
             block_length = unit * gcd(units, max(_BLOCK // unit, 1))
         canvas = min(num_sampled, max(block_length - 1, 1))
-        parameters = {"block_length": block_length}
+        parameters = {"block_length": block_length, "block_grid": "start"}
     if model.family.has_causal_context:  # a block after one token, or a prompt to be prefilled
         canvas = length - 1 if 2 < length <= num_sampled else 1
         parameters = {"block_length": canvas}
