@@ -3,7 +3,7 @@
 """Time of denoising steps of DiffusionGemma, whose canvases begin as noise.
 
     benchmarks/canvas_steps.py [--clients 1 8 32] [--context 1024] [--canvases 2] [--steps 16]
-        [--quantization fp8] [--output-dir results/canvas_steps]
+        [--quantization fp8] [--gpu-memory-utilization 0.4] [--output-dir results/canvas_steps]
 
 The model has the released shape and random weights. Each request has --context random tokens of
 prompt and --canvases canvases, and no canvas ends before its last step. Only steps count whose rows
@@ -14,6 +14,7 @@ all belong to canvases: steps that read a prompt or a finished canvas are left o
     device    median time between CUDA events around the same steps
     interval  median time from the start of a step to the start of the next
     tokens/s  tokens of a finished canvas over --steps intervals, of all canvases of a step
+    GiB       memory of the GPU that is in use after the requests, by all processes
 
 Written: canvas_steps.json.
 """
@@ -32,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
+import torch
+
 from benchmarks import harness
 from benchmarks.harness import Table, positive
 
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from benchmarks.in_process import Step
 
 COLUMNS = {"clients": ">7", "rows": ">6", "steps": ">5", "step ms": ">8.2f", "device ms": ">9.2f"}
-COLUMNS |= {"interval": ">8.2f", "tokens/s": ">9.1f"}
+COLUMNS |= {"interval": ">8.2f", "tokens/s": ">9.1f", "GiB": ">6.1f"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Row:
     device_ms: float | None
     interval_ms: float
     tokens_per_s: float
+    used_gib: float | None
 
 
 def measured(options: argparse.Namespace, llm: Any, runner: Any, clients: int) -> Row:
@@ -93,14 +97,23 @@ def measured(options: argparse.Namespace, llm: Any, runner: Any, clients: int) -
         statistics.median(device) if device else None,
         interval,
         1000 * rows / (options.steps * interval),
+        used_gib(),
     )
+
+
+def used_gib() -> float | None:
+    """Return the memory of the GPU that is in use, GiB; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free) / 2**30
 
 
 @harness.command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
-    attributes = "clients rows num_steps step_ms device_ms interval_ms tokens_per_s"
+    attributes = "clients rows num_steps step_ms device_ms interval_ms tokens_per_s used_gib"
     table = Table(COLUMNS, attributes, len(options.clients))
     settings: dict[str, Any] = {
         "max_model_len": options.context + (options.canvases + 1) * 256,
@@ -108,8 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Long steps are not cut, so that all steps are timed.
         "additional_config": {"dllm": {"longest_pause_ms": 0}},
     }
-    if options.quantization is not None:
-        settings["quantization"] = options.quantization
+    for name in ("quantization", "gpu_memory_utilization"):
+        if (value := getattr(options, name)) is not None:
+            settings[name] = value
     with in_process.engine_of(options, **settings) as (llm, runner):
         for clients in options.clients:
             table.add(measured(options, llm, runner, clients))
@@ -124,6 +138,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--context", 1024, "tokens of every prompt", type=positive)
     parser.option("--canvases", 2, "canvases of every answer", type=positive)
     parser.option("--steps", 16, "denoising steps of a canvas", type=positive)
+    parser.option("--gpu-memory-utilization", None, "share of memory for the engine", type=float)
     parser.option("--quantization", None, "quantisation of the weights, such as fp8")
     return parser.parse_args(arguments)
 

@@ -184,8 +184,8 @@ def test_edits_do_not_count_the_current_canvas() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_end_is_guessed_from_the_latest_tokens(count: int) -> None:
-    """The guess has the state that the rule reaches if the canvas ends with the next step."""
+def test_the_end_is_drafted_from_the_latest_tokens(count: int) -> None:
+    """The draft has the state that the rule reaches if the canvas ends with the next step."""
     rule = rule_of(stability_threshold=count, confidence_threshold=0.005)
     for _ in range(count):
         assert not rule.is_near_end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guess that a canvas of DiffusionGemma ends saves forward passes and changes no answer."""
+"""A draft of the end of a canvas of DiffusionGemma saves forward passes and changes no answer."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -65,7 +65,7 @@ def check_rows(device: str, dtype: torch.dtype, limit: float) -> None:
         wanted = torch.tanh(logits.double() / 30) * 30
         assert_close(soft_cap(logits, 30.0), wanted, 1e-6)
 
-        logits[:, 3:5] = -torch.inf  # as filters leave them
+        logits[:, 3:5] = -torch.inf  # filters leave such logits
         wanted = logits.to(dtype).double().softmax(dim=-1)
         shares = rounded_softmax(logits, dtype)
         assert shares.dtype == dtype

@@ -245,7 +245,7 @@ def test_a_canvas_is_computed_behind_its_own_context() -> None:
             one = slice(row, row + 1)
             alone = network.denoised(ids[one], starts[one], soft[one])
             torch.testing.assert_close(hidden[one], alone, rtol=1e-4, atol=1e-4)
-            # The context is causal, and knows neither the canvas nor what it expects.
+            # The context is causal, so it depends neither on the canvas nor on its embeddings.
             shorter = network.denoised(ids[one, :start], starts[one], None)
             torch.testing.assert_close(hidden[one, :start], shorter, rtol=1e-4, atol=1e-4)
 

@@ -217,7 +217,7 @@ def slots_of(vllm_config: VllmConfig) -> SlotSizes | None:
     """Return the sizes of the slots for adapters; None in an engine without adapters.
 
     Raises:
-        ServerConfigError: naming what is wrong with the adapter for drafts.
+        ServerConfigError: the adapter for drafts cannot be used.
     """
     family, given = family_of(vllm_config), settings_of(vllm_config).draft_adapter
     folder = None if family is None else family.draft_folder

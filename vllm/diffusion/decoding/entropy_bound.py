@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
 
 
-# The end of a canvas is guessed if its mean entropy is at most this multiple of the threshold.
+# The end of a canvas is drafted if its mean entropy is at most this multiple of the threshold.
 _NEAR_END = 8.0
 _NOISE_STEPS = 8  # steps whose noise is drawn at once
 

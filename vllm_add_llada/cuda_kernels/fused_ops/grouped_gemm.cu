@@ -17,9 +17,9 @@
 // Weights do not depend on the previous kernel: an early launch fills its ring with them while that
 // kernel ends, and waits for it before it reads x.
 //
-// Operands are bf16, or fp8 with a scale for every row of both. For fp8 a stage is twice as deep. The
-// depth need not fill the last stage: zeros follow, which the copy engine and the gathering threads
-// write without reading memory.
+// Operands are bf16, or fp8 with a scale for every row of both. For fp8 a stage is twice as deep.
+// The depth need not fill the last stage: zeros follow, which the copy engine and the gathering
+// threads write without reading memory.
 
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
