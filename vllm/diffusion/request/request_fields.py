@@ -356,7 +356,8 @@ class RequestFields:
     num_speculative_states: int = param(
         "most draft states per forward pass: predicted later states of the canvas, which the pass "
         "evaluates together with the current one. Accepted drafts save passes and never change "
-        "the answer. With 0 nothing is drafted. The default on a GPU is 7, and 0 on diffusion-gemma",
+        "the answer. With 0 nothing is drafted. The default on a GPU is 7, and 0 on "
+        "diffusion-gemma",
         default=0,
         minimum=0,
         maximum=MAX_DRAFTS,
