@@ -10,7 +10,7 @@ every draft is made right with the probability --share, whatever the model predi
 time from the start of the first step to the end of the last, including prompts, whose keys and
 values are kept; the median of the rounds. The rates of `autoregressive` are measured in turns.
 
-    rows      rows of most steps, of all clients
+    rows      median rows of a step, of all clients
     tokens    tokens of a forward pass of one client
 
 Written: introspective.json.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,11 +105,10 @@ def measured(options: argparse.Namespace, llm: Any, runner: Any, clients: int) -
             rates["introspective"].append(count / seconds_of(steps))
             rates["autoregressive"].append(count / seconds_of(plain_steps))
     decoding = [step for step in steps if step.num_rows < options.context]
-    rows = Counter(step.num_rows for step in decoding).most_common(1)[0][0]
     ours_per_s, plain_per_s = (statistics.median(found) for found in rates.values())
     return Row(
         clients,
-        rows,
+        round(statistics.median(step.num_rows for step in decoding)),
         count / sum(step.num_requests for step in steps),
         statistics.median(step.step_ms for step in decoding),
         ours_per_s,
