@@ -39,6 +39,8 @@ from tests.engine.harness import (
     to_answer,
     tokens,
 )
+from vllm.diffusion.adapters.draft_adapter import DraftAdapter
+from vllm.diffusion.adapters.lora_flags import SlotSizes
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.scheduler.waiting import MAX_OVERTAKEN
 from vllm.diffusion.engine.worker import pool_budget
@@ -530,6 +532,24 @@ def test_slots_without_room_are_refused(
         pass
     with running(checkpoint("gqa"), max_loras=3, **options) as engine:
         assert engine.runner.adapters.take_report().slot_bytes < room // 3
+
+
+@pytest.mark.parametrize(
+    ("num_requested", "wanted"),
+    [
+        (0, "draft_adapter: given 1 of rank 128, "),
+        (2, "max_loras: given 3 .* with the one for drafts"),
+    ],
+)
+def test_the_slot_of_a_draft_adapter_needs_room(
+    num_requested: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SimpleNamespace(total=POOL_BYTES, available=POOL_BYTES)
+    monkeypatch.setattr(pool_budget.psutil, "virtual_memory", lambda: machine)
+    matrices: Any = None  # only the bytes of a slot count
+    sizes = SlotSizes(matrices, num_requested, 128, DraftAdapter("folder"))
+    with pytest.raises(ServerConfigError, match=wanted):
+        pool_budget.check_slots(sizes, 1 << 30, torch.device("cpu"), 1.0)
 
 
 FLAGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -220,7 +220,7 @@ def load_adapters(vllm_config: VllmConfig, model: DiffusionModel) -> LoadedAdapt
     )
     numbers = sizes.num_slots, sizes.max_rank
     num_bytes = slot_bytes(sizes.matrices, sizes.max_rank, shard, model.dtype)
-    check_slots(*numbers, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
+    check_slots(sizes, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
     slots = SlotMemory(
         sizes.matrices,
         *numbers,

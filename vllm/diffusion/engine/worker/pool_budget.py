@@ -13,6 +13,7 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.memory.plan import readable
 
 if TYPE_CHECKING:
+    from vllm.diffusion.adapters.lora_flags import SlotSizes
     from vllm.diffusion.parallel.groups import RankGroup
 
 # Memory outside of the pool on a GPU: workspaces of libraries, kernels that are loaded later, and
@@ -48,7 +49,7 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
 
 
 def check_slots(
-    num_slots: int, max_rank: int, slot_bytes: int, device: torch.device, utilization: float
+    sizes: SlotSizes, slot_bytes: int, device: torch.device, utilization: float
 ) -> None:
     """Refuse slots of LoRA adapters that leave no room for steps.
 
@@ -61,10 +62,13 @@ def check_slots(
         usable_bytes = int(psutil.virtual_memory().total * utilization)
     pool_bytes = envs.activation_pool_size_bytes() or MIN_POOL_BYTES
     room = max(usable_bytes - pool_bytes, 0)
+    num_slots = sizes.num_slots
     if num_slots * slot_bytes > room:
+        field = "max_loras" if sizes.num_requested else "draft_adapter"
+        other = " with the one for drafts" if sizes.num_requested and sizes.draft else ""
         raise ServerConfigError(
-            f"max_loras: given {num_slots} of rank {max_rank}, {readable(num_slots * slot_bytes)}; "
-            f"wanted at most {room // max(slot_bytes, 1)}"
+            f"{field}: given {num_slots} of rank {sizes.max_rank}{other}, "
+            f"{readable(num_slots * slot_bytes)}; wanted at most {room // max(slot_bytes, 1)}"
         )
 
 
