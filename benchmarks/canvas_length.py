@@ -96,9 +96,7 @@ class Case:
         reports = [harness.report_of(output) for output in outputs]
         if {len(output.outputs[0].token_ids) for output in outputs} != {length}:
             raise harness.BenchmarkError(f"an answer does not have {length} tokens")
-        steps = log.steps()
-        seconds = max(s.ended for s in steps) - min(s.started for s in steps)
-        return clients * length / seconds, reports[0]
+        return clients * length / in_process.seconds_of(log.steps()), reports[0]
 
     def compared(self, clients: int, table: Table) -> None:
         """Measure a fixed canvas and one that may grow, in turns."""

@@ -123,6 +123,11 @@ def _recorded_events(count: int) -> list[tuple[Any, Any]]:
     return [(first, last) for first, last in pairs]
 
 
+def seconds_of(steps: Sequence[Step]) -> float:
+    """Return the seconds from the start of the first step to the end of the last."""
+    return max(step.ended for step in steps) - min(step.started for step in steps)
+
+
 def median_interval_ms(steps: Sequence[Step]) -> float:
     """Return the median time from the start of a step to that of the next, as a client waits."""
     starts = [step.started for step in steps]

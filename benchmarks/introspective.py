@@ -5,13 +5,14 @@
     benchmarks/introspective.py [--share 0.8] [--stride 4] [--branches last] [--clients 1 32 64]
         [--context 256] [--gen-length 256] [--rounds 3] [--output-dir results/introspective]
 
-The model has the released shape of I-DLM and random weights, so its drafts are noise. Therefore
-every draft is made right with the probability --share, whatever the model predicts. Measured is the
-time from the start of the first step to the end of the last, including prompts, whose keys and
-values are kept; the median of the rounds. The rates of `autoregressive` are measured in turns.
+The model has the released shape of I-DLM and random weights, so its drafts are noise. Therefore the
+benchmark decides which drafts are right: each one with the probability --share. A rate is the
+median over the rounds. It includes the prompts, whose keys and values are kept.
 
-    rows      median rows of a step, of all clients
-    tokens    tokens of a forward pass of one client
+    rows        median rows of a step, of all clients
+    tokens      tokens of a forward pass of one client
+    tokens/s    rate of all clients together
+    one by one  the same rate with `autoregressive`, measured in turns with the other
 
 Written: introspective.json.
 """
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from benchmarks.in_process import Step
     from vllm.diffusion.decoding import Candidates, Commit
 
 COLUMNS = {"clients": ">7", "rows": ">6", "tokens": ">6.2f", "step ms": ">8.2f"}
@@ -102,8 +102,8 @@ def measured(options: argparse.Namespace, llm: Any, runner: Any, clients: int) -
         steps = in_process.timed_steps(llm, runner, prompts, ours)
         plain_steps = in_process.timed_steps(llm, runner, prompts, plain)
         if number:
-            rates["introspective"].append(count / seconds_of(steps))
-            rates["autoregressive"].append(count / seconds_of(plain_steps))
+            rates["introspective"].append(count / in_process.seconds_of(steps))
+            rates["autoregressive"].append(count / in_process.seconds_of(plain_steps))
     decoding = [step for step in steps if step.num_rows < options.context]
     ours_per_s, plain_per_s = (statistics.median(found) for found in rates.values())
     return Row(
@@ -115,11 +115,6 @@ def measured(options: argparse.Namespace, llm: Any, runner: Any, clients: int) -
         plain_per_s,
         ours_per_s / plain_per_s,
     )
-
-
-def seconds_of(steps: Sequence[Step]) -> float:
-    """Return the seconds from the start of the first step to the end of the last."""
-    return max(step.ended for step in steps) - steps[0].started
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

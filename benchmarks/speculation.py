@@ -322,7 +322,7 @@ class Case:
         steps = sorted(log.steps(), key=lambda step: step.started)
         reports = [harness.report_of(output) for output in outputs]
         num_steps = sum(report["num_steps"] for report in reports)
-        pace = num_steps / (max(step.ended for step in steps) - steps[0].started)
+        pace = num_steps / in_process.seconds_of(steps)
         if len(prompts) > 1:
             return pace, None, reports
         whole = [step.num_rows > self._options.context for step in steps]

@@ -129,7 +129,7 @@ def timed_requests(
 ) -> tuple[int, float]:
     """Run requests; return the number of steps, and the seconds from first start to last end."""
     steps = in_process.timed_steps(llm, runner, prompts, parameters)
-    return len(steps), max(step.ended for step in steps) - steps[0].started
+    return len(steps), in_process.seconds_of(steps)
 
 
 def prompts_of(shape: Shape, case: Windows) -> list[list[int]]:

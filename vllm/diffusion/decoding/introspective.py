@@ -109,7 +109,7 @@ class Introspective(SelfSpeculation):
         self._distributions = {p: q for p, q in self._made.items() if p in kept}
         self._made, self._num_forwards = {}, self._num_forwards + 1
         self._next += count
-        self.num_unconfirmed = min(self._drafts.size, max(self._end - self._next, 0))
+        self.resume(self._drafts)
         return Commit(candidates.positions[: tokens.size], tokens)
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
