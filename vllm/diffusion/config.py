@@ -248,7 +248,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
     settings, is_on_gpu = settings_of(vllm_config), vllm_config.device_config.device_type == "cuda"
     defaults = {"num_speculative_states": DEFAULT_NUM_DRAFTS} if is_on_gpu else {}
     if family.is_open:
-        # Guesses of the end of a canvas were not measured yet.
+        # Drafts of the end of a canvas were not measured on a GPU.
         defaults = {"num_speculative_states": 0} | _schedule_of(generation)
     return ServedModel(
         family=family,

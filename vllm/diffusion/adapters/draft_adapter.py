@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter that only rows use which draft tokens, in families with causal context.
+"""The adapter of rows that only draft tokens, in families with causal context.
 
 Nemotron-Labs-Diffusion has it in the folder `linear_spec_lora` of the checkpoint, UNO in `adapter`.
-It has a slot of its own, behind the slots of the requests' adapters.
+It has a slot of its own, after the slots of the requests' adapters.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class EntropyBound(DecodingRule):
         is_stable = len(earlier) == params.stability_threshold and all(
             (tokens == earlier[0]).all() for tokens in earlier
         )
-        nears = self._mean_entropy <= _NEAR_END * params.confidence_threshold
-        return self.step + 1 == self._num_steps or (is_stable and nears)
+        is_certain = self._mean_entropy <= _NEAR_END * params.confidence_threshold
+        return self.step + 1 == self._num_steps or (is_stable and is_certain)
 
     def end_now(self, tokens: Array) -> tuple[EntropyBound, Array]:
         """Return the rule and the tokens after a step that ends the canvas with its latest tokens.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts of the state after the end of a canvas without a mask token.
 
-The tokens that a canvas of `entropy_bound` will have are known a step ahead if it ends: they are
-the most likely ones of the previous step. So the draft is the first step of the next canvas behind
-them. No other state can be drafted, because a step reads what the previous one expects.
+If the current step ends a canvas of `entropy_bound`, the canvas consists of the most likely tokens
+of the previous step. So they are known before the step. The draft is the first step of the next
+canvas, after these tokens. No other state can be drafted, because a step inside a canvas needs the
+expected embeddings of the step before it.
 """
 
 from __future__ import annotations
