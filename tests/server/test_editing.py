@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.server.client import COMPLETIONS, Client, refusal, text_of, without_times
+from tests.server.client import (
+    ANSWER,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    Client,
+    body_for,
+    refusal,
+    text_of,
+    without_times,
+)
 from tests.server.process import MODEL_NAME, ServerProcess
 
 FIM = "/v1/fim/completions"
@@ -74,3 +84,110 @@ def test_openais_client_fills_gaps(client: Client, server: ServerProcess) -> Non
             presence_penalty=1.5,
         )
     assert isinstance(answer.choices[0].text, str)
+
+
+WRONG = ANSWER.replace("Paris", "Rome")
+SHORT: dict[str, Any] = {"algorithm": "threshold", "edit_threshold": 0.1, "return_diff": True}
+
+
+def body_of(route: str, text: str = WRONG, **fields: Any) -> dict[str, Any]:
+    body = body_for(route, canvas_text=text, **SHORT, **fields)
+    return body if route != GENERATE else {**body, "apply_chat_template": True}
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT])
+def test_a_wrong_word_is_replaced(client: Client, route: str) -> None:
+    answer = client.answer(route, body_of(route))
+    assert text_of(answer) == ANSWER
+    report = answer["diffusion"]
+    (edits,) = report["edits"]
+    assert [(edit["old"].strip(), edit["new"].strip()) for edit in edits] == [("Rome", "Paris")]
+    assert (report["num_edited"], report["scoring"]) == (1, "striped")
+    (diff,) = report["diff"]
+    assert diff.splitlines()[3:] == [
+        f"-{WRONG}",
+        "\\ No newline at end of file",
+        f"+{ANSWER}",
+        "\\ No newline at end of file",
+    ]
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT])
+def test_a_stream_ends_with_the_same_text(client: Client, route: str) -> None:
+    *earlier, last = client.events(route, body_of(route, stream_canvas=True))
+    if route == GENERATE:
+        assert text_of(last) == ANSWER
+    else:
+        assert "".join(map(text_of, [*earlier, last])) == ANSWER
+    assert last["diffusion"]["num_edited"] == 1
+
+
+def test_a_completion_revises_a_text(client: Client) -> None:
+    """The limit of 16 tokens of completions does not cut the text."""
+    text = "The quick brown fox jumps over the lazy dog and then it sleeps in the warm sun all day"
+    answer = client.answer(COMPLETIONS, body_for(COMPLETIONS, canvas_text=text, noise=0))
+    assert text_of(answer) == text
+    assert answer["diffusion"]["num_forwards"] == 1
+
+
+def test_pinned_characters_stay(client: Client) -> None:
+    start = WRONG.index("Rome")
+    answer = client.answer(CHAT, body_of(CHAT, pinned=[[start + 1, start + 2]]))
+    assert " Rome" in text_of(answer)
+    everything = client.answer(CHAT, body_of(CHAT, pinned=[[0, len(WRONG)]]))
+    assert text_of(everything) == WRONG
+
+
+def test_log_probabilities_of_kept_tokens_are_zero(client: Client) -> None:
+    answer = client.answer(CHAT, body_of(CHAT, logprobs=True, top_logprobs=1))
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries).startswith(ANSWER)
+    assert sum(entry["logprob"] != 0 for entry in entries) <= answer["diffusion"]["num_remasked"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"noise": 1.5}, "noise", "noise: given 1.5; wanted at most 1"),
+        ({"max_edits": -1}, "max_edits", "max_edits: given -1; wanted at least 0"),
+        ({"edit_rounds": 9}, "edit_rounds", "edit_rounds: given 9; wanted at most 8"),
+        (
+            {"pinned": [[0, 2], [40, 30]]},
+            "pinned[1]",
+            "pinned[1]: given [40, 30]; wanted [start, stop] with 0 <= start < stop",
+        ),
+        ({"pinned": [[0, 99]]}, "pinned[0]", "pinned[0]: given [0, 99]; wanted start < stop <= 30"),
+        ({"pinned": 3}, "pinned", "pinned: given 3; wanted a list of [start, stop] pairs"),
+        ({"canvas_text": ""}, "canvas_text", "canvas_text: given ''; wanted a string, not empty"),
+        ({"canvas": "daedal"}, "algorithm", "beside canvas_text, as it moves tokens"),
+        (
+            {"max_tokens": 3},
+            "canvas_text",
+            "canvas_text: given '7 tokens'; wanted at most max_tokens and gen_length, 3",
+        ),
+        (
+            {"canvas_token_ids": [5]},
+            "canvas_text",
+            "wanted either it or canvas_token_ids",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            "wanted none beside canvas_text",
+        ),
+        ({"return_trajectory": True}, "return_trajectory", "wanted false beside canvas_text"),
+        ({"allow_infill": True}, "allow_infill", "wanted false beside canvas_text"),
+    ],
+)
+def test_wrong_revisions_are_refused(
+    client: Client, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = refusal(client.http.post(CHAT, json={**body_of(CHAT), **fields}))
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_fields_of_a_revision_need_a_text(client: Client) -> None:
+    error = refusal(client.http.post(CHAT, json=body_for(CHAT, noise=0.5)))
+    wanted = "noise: given 0.5; wanted it beside canvas_text or canvas_token_ids"
+    assert error["message"] == wanted
