@@ -214,3 +214,51 @@ def choose_gated_expand(tile_rows: int, max_rank: int, element_bytes: int) -> Ex
 def _power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class OrderedConfig:
+    """Tile of one program of a product in one order, and its launch resources.
+
+    Attributes:
+        rows, columns: size of the tile.
+        num_warps, num_stages: Triton's launch options.
+        depth: depth of one step of the sum.
+        group: tiles of rows whose programs run one after another.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    depth: int = 64
+    group: int = 8
+
+
+ORDERED_DEPTH = 64
+# From the tile with the fewest reads of both operands to the tile with the most programs.
+_ORDERED = (
+    OrderedConfig(128, 128, num_warps=8, num_stages=4),
+    OrderedConfig(64, 128, num_warps=4, num_stages=4),
+    OrderedConfig(64, 64, num_warps=4, num_stages=6),
+    OrderedConfig(64, 32, num_warps=4, num_stages=6),
+    OrderedConfig(32, 64, num_warps=4, num_stages=6),
+    OrderedConfig(32, 32, num_warps=4, num_stages=6),
+    OrderedConfig(16, 64, num_warps=4, num_stages=6),
+    OrderedConfig(16, 32, num_warps=4, num_stages=6),
+)
+_BUSY_SHARE = 0.8  # share of the multiprocessors that tiles must keep busy
+
+
+def choose_ordered(num_rows: int, num_columns: int, num_multiprocessors: int) -> OrderedConfig:
+    """Choose the largest tile without empty halves that keeps most multiprocessors busy.
+
+    All tiles compute the same sums.
+    """
+    fitting = [config for config in _ORDERED if config.rows < 2 * max(num_rows, 9)]
+    for config in fitting:
+        tiles = -(-num_rows // config.rows) * -(-num_columns // config.columns)
+        if tiles >= _BUSY_SHARE * num_multiprocessors:
+            return config
+    most_rows = fitting[0].rows
+    return [config for config in fitting if config.rows == most_rows][-1]
