@@ -259,7 +259,8 @@ def slots_of(vllm_config: VllmConfig) -> SlotSizes | None:
         raise ServerConfigError(f"draft_adapter: given {given!r}; {wanted}")
     draft = None if given is None else DraftAdapter(given)
     if draft is None and folder is not None:
-        draft = draft_adapter_in(vllm_config.model_config.model, folder)
+        model = vllm_config.model_config
+        draft = draft_adapter_in(model.model, folder, model.revision)
     return slot_sizes(vllm_config, draft)
 
 
