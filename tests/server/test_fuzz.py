@@ -22,6 +22,7 @@ ROUTES = (
         "/tokenize",
         "/detokenize",
         "/invocations",
+        "/v1/fim/completions",
     ),
 )
 TIMED_OUT = 504  # the right status for a small drawn `timeout_s`

@@ -41,6 +41,7 @@ from vllm.diffusion.request.likelihood import (
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
 from vllm.diffusion.request.request_fields import FIXED_WITH, NO_FILTERS
+from vllm.diffusion.request.revision import revision_of
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 
@@ -229,9 +230,13 @@ def decide(
         _check_infill(request)
     if spec is not None:
         request.guide = _guide(spec, request, stop_token_ids)
+    if score is None:
+        request.revision = revision_of(request, spec)
     request.lengths = decide_lengths(request)
     request.cache = _cache(request)
-    params = DiffusionParams(**_resolved(request), edits=edits_of(request))
+    params = DiffusionParams(
+        **_resolved(request), edits=edits_of(request), revision=request.revision
+    )
     if spec is not None and request.guide is not None:
         params = _guided(params, spec, request.guide, prompt_token_ids)
     elif params.thinking_token_budget is not None:

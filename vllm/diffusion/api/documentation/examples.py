@@ -30,6 +30,9 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "/v1/chat/completions": {"a question": {"messages": _MESSAGES, "max_tokens": 32}},
     "/v1/completions": {"a prompt": {"prompt": "The capital of France is", "max_tokens": 32}},
+    "/v1/fim/completions": {
+        "a prompt": {"prompt": "The capital of France is", "max_tokens": 32},
+    },
     "/v1/loglikelihood": {
         "text": {
             "context": f"{_QUESTION} ",

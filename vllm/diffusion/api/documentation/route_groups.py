@@ -29,6 +29,7 @@ GROUPS = (
             "/v1/responses": "Answer a conversation (OpenAI responses)",
             "/v1/messages": "Answer a conversation (Anthropic messages)",
             "/v1/completions": "Continue a text (OpenAI completions)",
+            "/v1/fim/completions": "Write the text between a prompt and a suffix (Inception)",
             "/generate": "Denoise one or more canvases, with every diffusion parameter",
             "/v1/chat/completions/batch": "Answer several conversations in one request",
             "/invocations": "Chat or completions, by the fields of the body (SageMaker)",
