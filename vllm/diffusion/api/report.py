@@ -45,6 +45,10 @@ class DiffusionReport(BaseModel):
         budget_bytes: size of the activation pool.
         infilled: per answer, the tokens that replaced mask tokens of the prompt, by position.
         trajectories: per answer, the recorded denoising steps, if they were requested.
+        batch_invariant: whether the answers have the same bits beside other requests.
+        fingerprint: what that promise rests on; equal fingerprints promise equal bits.
+        refreshed_early: whether an approximate cache was computed again before the request's own
+            next refresh, which changes the answer.
         error: why an answer is incomplete, if one is.
     """
 
@@ -71,6 +75,9 @@ class DiffusionReport(BaseModel):
     canvas_lengths: list[int] | None = None
     infilled: list[dict[int, int]] | None = None
     trajectories: list[dict[str, Any] | None] | None = None
+    batch_invariant: bool | None = None
+    fingerprint: str | None = None
+    refreshed_early: bool | None = None
     error: str | None = None
 
     @classmethod
@@ -111,6 +118,9 @@ class DiffusionReport(BaseModel):
             canvas_lengths=canvas_lengths or None,
             infilled=infilled if any(infilled) else None,
             trajectories=trajectories_in(messages),
+            batch_invariant=largest.get("batch_invariant"),
+            fingerprint=largest.get("fingerprint"),
+            refreshed_early=any(r.get("refreshed_early") for r in reports) or None,
             error=next((r["error"] for r in reports if "error" in r), None),
         )
 
@@ -124,6 +134,7 @@ _MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
 _RARE = (
     *("replaced_by", "canvas_lengths", "infilled", "trajectories", "error"),
     *("drafts_tried", "drafts_held", "cold_forwards"),
+    *("batch_invariant", "fingerprint", "refreshed_early"),
 )
 
 
