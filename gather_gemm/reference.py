@@ -220,7 +220,6 @@ def shrink(
             product = torch.mm(x[rows].float(), down[slot, part, :rank].float().t())
             columns = slice(part * max_rank, part * max_rank + rank)
             low[0, rows, columns] = product * scales[slot, part]
-            low[1:, rows, columns] = 0.0
 
 
 def expand(
@@ -239,7 +238,7 @@ def expand(
             if rank:
                 own = out[rows, target : target + count]
                 columns = up[slot, :rank, source : source + count]
-                own.copy_(own.float() + _expanded(low[:, rows], columns, part, up.shape[1]))
+                own.copy_(own.float() + _expanded(low[0, rows], columns, part, up.shape[1]))
 
 
 def gated_expand(
@@ -260,7 +259,7 @@ def gated_expand(
 
 def _expanded(low: Tensor, columns: Tensor, part: int, max_rank: int) -> Tensor:
     """Return the product, in fp32, of the numbers of a part with columns [rank, N]."""
-    own = low[:, :, part * max_rank : part * max_rank + len(columns)].sum(dim=0)
+    own = low[:, part * max_rank : part * max_rank + len(columns)]
     return torch.mm(own.to(columns.dtype).float(), columns.float())
 
 
