@@ -243,7 +243,8 @@ class OrderedConfig:
 
     Attributes:
         rows, columns: size of the tile.
-        num_warps, num_stages: Triton's launch options.
+        num_warps: Triton's launch option.
+        max_stages: maximum stages of the pipeline.
         depth: depth of one step of the sum.
         group: tiles of rows whose programs run one after another.
     """
@@ -251,32 +252,41 @@ class OrderedConfig:
     rows: int
     columns: int
     num_warps: int
-    num_stages: int
+    max_stages: int = 8
     depth: int = 64
     group: int = 8
 
+    def stages_of(self, parts: int, element_bytes: int) -> int:
+        """Return the stages that fit into shared memory; each has a tile of every part."""
+        stage_bytes = parts * (self.rows + self.columns) * self.depth * element_bytes
+        return min(self.max_stages, _ORDERED_BYTES // stage_bytes)
+
 
 ORDERED_DEPTH = 64
-# From the tile with the fewest reads of both operands to the tile with the most programs.
-_ORDERED = (
-    OrderedConfig(128, 128, num_warps=8, num_stages=4),
-    OrderedConfig(64, 128, num_warps=4, num_stages=4),
-    OrderedConfig(64, 64, num_warps=4, num_stages=6),
-    OrderedConfig(64, 32, num_warps=4, num_stages=6),
-    OrderedConfig(32, 64, num_warps=4, num_stages=6),
-    OrderedConfig(32, 32, num_warps=4, num_stages=6),
-    OrderedConfig(16, 64, num_warps=4, num_stages=6),
-    OrderedConfig(16, 32, num_warps=4, num_stages=6),
+_ORDERED_BYTES = 192 << 10
+# By number of parts: from the tile with the fewest reads of both operands to the tile with the most
+# programs. A program with two parts has two tiles of sums.
+_LARGE = {
+    1: (OrderedConfig(128, 256, num_warps=8), OrderedConfig(128, 128, num_warps=8)),
+    2: (OrderedConfig(128, 128, num_warps=8),),
+}
+_SMALL = tuple(
+    OrderedConfig(rows, columns, num_warps=4)
+    for rows, columns in ((64, 128), (64, 64), (64, 32), (32, 64), (32, 32), (16, 64), (16, 32))
 )
 _BUSY_SHARE = 0.8  # share of the multiprocessors that tiles must keep busy
 
 
-def choose_ordered(num_rows: int, num_columns: int, num_multiprocessors: int) -> OrderedConfig:
-    """Choose the largest tile without empty halves that keeps most multiprocessors busy.
+def ordered_configs(parts: int) -> tuple[OrderedConfig, ...]:
+    """Return all tiles of products in `parts` parts; all of them compute the same sums."""
+    return (*_LARGE[parts], *_SMALL)
 
-    All tiles compute the same sums.
-    """
-    fitting = [config for config in _ORDERED if config.rows < 2 * max(num_rows, 9)]
+
+def choose_ordered(
+    num_rows: int, num_columns: int, parts: int, num_multiprocessors: int
+) -> OrderedConfig:
+    """Choose the largest tile without empty halves that keeps most multiprocessors busy."""
+    fitting = [c for c in ordered_configs(parts) if c.rows < 2 * max(num_rows, 9)]
     for config in fitting:
         tiles = -(-num_rows // config.rows) * -(-num_columns // config.columns)
         if tiles >= _BUSY_SHARE * num_multiprocessors:

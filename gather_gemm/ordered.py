@@ -18,17 +18,20 @@ _ALIGNMENT = 16  # bytes, of the addresses that the copy engine reads
 def has_ordered(x: Tensor, weight: Tensor, parts: int = 1) -> bool:
     """Whether `ordered_gemm` has a kernel for rows x [R, D] and a matrix [N, D].
 
-    The kernel needs 16-bit numbers (under Triton's interpreter also fp32), rows that begin at
-    multiples of 16 bytes, and parts of whole steps.
+    The kernel needs 16-bit numbers (under Triton's interpreter also fp32), rows of x, weight and
+    product that begin at multiples of 16 bytes, and parts of whole steps.
     """
     if _kernels is None or not can_take(x) or (x.is_cuda and x.element_size() != 2):
         return False
     is_whole = parts == 1 or weight.shape[1] % (parts * ORDERED_DEPTH) == 0
-    return is_whole and all(
-        tensor.data_ptr() % _ALIGNMENT == 0
-        and tensor.stride(0) * tensor.element_size() % _ALIGNMENT == 0
-        for tensor in (x, weight)
-    )
+    is_whole = is_whole and len(weight) * x.element_size() % _ALIGNMENT == 0
+    return is_whole and _is_aligned(x) and _is_aligned(weight)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether the copy engine can read and write these rows."""
+    row_bytes = tensor.stride(0) * tensor.element_size()
+    return tensor.data_ptr() % _ALIGNMENT == 0 and row_bytes % _ALIGNMENT == 0
 
 
 def ordered_gemm(
@@ -77,9 +80,9 @@ def ordered_gemm(
     _check(op, "out", out, x, shape)
     if 0 in shape:
         return out
-    if _kernels is None or not has_ordered(x, weight, parts):
+    if _kernels is None or not has_ordered(x, weight, parts) or not _is_aligned(out):
         return reference.ordered_gemm(x, weight, out, parts=parts, bias=bias, adds=adds)
-    chosen = config or choose_ordered(*shape, _num_multiprocessors(x.device))
+    chosen = config or choose_ordered(*shape, parts, _num_multiprocessors(x.device))
     with guard(x):
         _kernels.launch(x, weight, out, bias, chosen, parts=parts, adds=adds)
     return out

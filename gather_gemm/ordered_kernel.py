@@ -10,37 +10,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import OrderedConfig
 
 
-@triton.jit
-def _sum_part(
-    x,
-    weight,
-    first_row,
-    first_column,
-    start,
-    end,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-):
-    """Return the sums [ROWS, COLUMNS] over a part of the depth, from low to high."""
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    for at in range(start, end, BLOCK_DEPTH):
-        left, right = x.load([first_row, at]), weight.load([first_column, at])
-        total = tl.dot(left, right.T, total, input_precision="ieee")
-    return total
-
-
 # Row counts change often, so there is no specialised kernel for 1 row or for multiples of 16.
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["bias", "out"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["bias"])
 def ordered_kernel(
     x,  # descriptor of [R, D]
     weight,  # descriptor of [N, D]
     bias,  # [N], or None when not HAS_BIAS
-    out,  # [R, N]
+    out,  # descriptor of [R, N]
     num_rows,
     num_columns,
     depth,
-    out_stride,
     PARTS: tl.constexpr,
     ADDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -57,24 +36,25 @@ def ordered_kernel(
     num_blocks = tl.minimum(num_row_blocks - first_block, GROUP)
     first_row = (first_block + number % num_blocks) * BLOCK_ROWS
     first_column = number // num_blocks * BLOCK_COLUMNS
+    # Both parts are summed at the same time, each from low to high.
     part = depth // PARTS
-    total = _sum_part(
-        x, weight, first_row, first_column, 0, part, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH
-    )
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    second = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for at in range(0, part, BLOCK_DEPTH):
+        left, right = x.load([first_row, at]), weight.load([first_column, at])
+        total = tl.dot(left, right.T, total, input_precision="ieee")
+        if PARTS == 2:
+            left, right = x.load([first_row, part + at]), weight.load([first_column, part + at])
+            second = tl.dot(left, right.T, second, input_precision="ieee")
     if PARTS == 2:
-        total += _sum_part(
-            x, weight, first_row, first_column, part, depth, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH
-        )
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
-    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-    is_column = columns < num_columns
-    mask = (rows < num_rows)[:, None] & is_column[None, :]
+        total += second
     if HAS_BIAS:
-        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+        some = tl.load(bias + columns, mask=columns < num_columns, other=0.0)
+        total += some.to(tl.float32)[None, :]
     if ADDS:
-        total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
+        total += out.load([first_row, first_column]).to(tl.float32)
+    out.store([first_row, first_column], total.to(out.dtype))
 
 
 def launch(
@@ -89,24 +69,23 @@ def launch(
 ) -> None:
     """Enqueue the product on the current stream; the arguments are checked."""
     num_rows, num_columns = out.shape
-    depth = config.depth
-    grid = triton.cdiv(num_rows, config.rows) * triton.cdiv(num_columns, config.columns)
+    rows, columns, depth = config.rows, config.columns, config.depth
+    grid = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns)
     ordered_kernel[(grid,)](
-        TensorDescriptor.from_tensor(x, [config.rows, depth]),
-        TensorDescriptor.from_tensor(weight, [config.columns, depth]),
+        TensorDescriptor.from_tensor(x, [rows, depth]),
+        TensorDescriptor.from_tensor(weight, [columns, depth]),
         bias,
-        out,
+        TensorDescriptor.from_tensor(out, [rows, columns]),
         num_rows,
         num_columns,
         x.shape[1],
-        out.stride(0),
         PARTS=parts,
         ADDS=adds,
         HAS_BIAS=bias is not None,
-        BLOCK_ROWS=config.rows,
-        BLOCK_COLUMNS=config.columns,
+        BLOCK_ROWS=rows,
+        BLOCK_COLUMNS=columns,
         BLOCK_DEPTH=depth,
         GROUP=config.group,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=config.stages_of(parts, x.element_size()),
     )

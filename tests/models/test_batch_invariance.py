@@ -24,6 +24,7 @@ from vllm.diffusion.ops import dispatch
 
 H200 = dispatch.DeviceInfo(dispatch.KernelTier.HOPPER, 132)
 # Columns and depth of weights: qkv, output, gate and up, down, head.
+USES = ("project", "add_to", "gated", "add_to", "head")
 SHAPES = {
     "llada": [(12_288, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (126_464, 4096)],
     "dream": [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (152_064, 3584)],
@@ -158,14 +159,17 @@ def tensors() -> Callable[..., Tensor]:
     return draw
 
 
-ALL_SHAPES = sorted({shape for shapes in SHAPES.values() for shape in shapes})
+CASES = sorted(
+    {(use, *shape) for shapes in SHAPES.values() for use, shape in zip(USES, shapes, strict=True)}
+)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", ALL_SHAPES)
-def test_products_have_the_same_bits(tensors: Any, shape: Any, has_bias: bool) -> None:
-    columns, depth = shape
+@pytest.mark.parametrize(("use", "columns", "depth"), CASES)
+def test_products_have_the_same_bits(
+    tensors: Any, use: str, columns: int, depth: int, has_bias: bool
+) -> None:
     bias = tensors(columns) if has_bias else None
     projection = invariant(tensors(columns, depth, std=0.02), bias)
     scratch, most = FreshBuffers("cuda"), min(MOST_ROWS, MOST_NUMBERS // columns)
@@ -173,15 +177,17 @@ def test_products_have_the_same_bits(tensors: Any, shape: Any, has_bias: bool) -
 
     def results(rows: slice) -> list[Tensor]:
         given, added = x[rows], target[rows].clone()
-        outs = [added.new_empty(len(given), width) for width in (columns, columns // 2)]
-        projection.project(given, outs[0], scratch)
-        if columns < 2 * 37_888:  # no head
-            projection.gated(given, outs[1], scratch)
+        out = torch.empty_like(added)
+        projection.project(given, out, scratch)
+        if use == "add_to":
             projection.add_to(added, given, scratch)
-        return [outs[0], outs[1], added] if columns < 2 * 37_888 else outs[:1]
+        elif use == "gated":
+            added = added.new_empty(len(given), columns // 2)
+            projection.gated(given, added, scratch)
+        return [out, added]
 
     whole = results(slice(0, most))
-    for many, few, place in cases(columns + depth, 6 if columns > 2 * 37_888 else 25, most):
+    for many, few, place in cases(columns + depth, 6 if use == "head" else 25, most):
         alone, beside = results(slice(place.start, place.stop)), results(slice(0, many))
         for a, b, c in zip(alone, beside, whole, strict=True):
             assert is_same(a, c[place]), (many, few, place)
@@ -282,19 +288,17 @@ def test_experts_have_the_same_bits(
     tensors: Any, count: int, chosen: int, width: int, inner: int, scoring: Any
 ) -> None:
     most = 3000
-    gate, scratch = tensors(count, width, std=0.02), FreshBuffers("cuda")
+    gate = tensors(count, width, std=0.02)
     w1 = ops.DenseExperts(tensors(count, 2 * inner, width, std=0.02))
     w2 = ops.DenseExperts(tensors(count, width, inner, std=0.02))
-    x, normed = tensors(most, width), tensors(most, width)
+    normed = tensors(most, width)
     # Near ties of experts, in which a change of one bit shows.
     normed[: most // 2] = normed[:1] + 1e-2 * normed[: most // 2]
 
     def results(rows: slice) -> tuple[Tensor, Tensor]:
         routing = ops.route_rows(normed[rows], gate, chosen, scoring=scoring, is_invariant=True)
-        added = x[rows].clone()
-        options: Any = {"in_fp32": scoring.in_fp32, "is_invariant": True}
-        ops.add_experts(added, normed[rows], routing, w1, w2, scratch, **options)
-        return routing.weights, added
+        options: Any = {"is_weighted": not scoring.in_fp32, "is_invariant": True}
+        return routing.weights, ops.expert_terms(normed[rows], routing, w1, w2, **options)
 
     whole = results(slice(0, most))
     for many, few, place in cases(count, 40, most):

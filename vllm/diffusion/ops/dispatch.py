@@ -108,7 +108,7 @@ class Order(NamedTuple):
     Attributes:
         parts: equal parts of the depth. Each is summed from low to high in fp32, then the parts are
             added.
-        may_use_cublas: whether cuBLAS has this order for any number of rows, as far as measured.
+        may_use_cublas: whether cuBLAS had this order for every number of rows that was measured.
     """
 
     parts: int

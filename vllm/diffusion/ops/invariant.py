@@ -89,6 +89,13 @@ class InvariantProjection(Projection):
         """The order of the sums of all uses except `gated`, whose sums have one part."""
         return self._order
 
+    @property
+    def described(self) -> str:
+        """The matrix, the parts of its sums, and whether cuBLAS serves many rows, as text."""
+        columns, depth = self._weight.shape
+        parts, by = self._order.parts, "cublas" if self._cublas_columns else "triton"
+        return f"{columns} x {depth}: {parts}, {by}"
+
     @classmethod
     def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
         if use is ProjectionKind.GATED:
@@ -129,7 +136,7 @@ class InvariantProjection(Projection):
         self._multiply(h, self._weight, x, self._order, self._bias, adds=True)
 
     def rehearse(self, num_rows: int) -> None:
-        """Compute every use of zeros, so that Triton compiles the kernels for so many rows."""
+        """Compute every use of zeros, so that Triton compiles the kernels for `num_rows`."""
         columns, depth = self._weight.shape
         x, out = (self._weight.new_zeros(num_rows, width) for width in (depth, columns))
         self._multiply(x, self._weight, out, self._order, self._bias)

@@ -127,7 +127,7 @@ def split_attention(
             `Span.first`, where the block begins. 0 for all keys. The layout must have `firsts`.
         part_keys: number of keys of every part, counted from a sequence's first key, a multiple of
             `config.keys`. The parts are then merged in their order, so that a row's result does not
-            depend on other rows, nor on the number of keys after those that it reads. 0: parts that
+            depend on other rows, nor on the number of keys that it does not read. 0: parts that
             keep the GPU busy. Not with a window.
 
     Returns:
