@@ -35,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import torch
 from vllm.lora.request import LoRARequest
 
 from benchmarks import harness
 from benchmarks.harness import Table, positive
+from benchmarks.random_weights import random_adapter
 from benchmarks.step_latency import kernel_lines
-from vllm.diffusion.adapters.matrices import HEAD, Matrices
+from vllm.diffusion.adapters.matrices import Matrices
 
 if TYPE_CHECKING:
     import argparse
@@ -53,7 +53,6 @@ BLOCK = 32
 NUM_ADAPTERS = 8  # with --mixed
 MIXED_ROWS = 32  # rows of a request
 WARM_UP_STEPS = 3
-STD = 0.02
 COLUMNS = {"modules": ">9", "rank": ">4", "N": ">2", "rows": ">5", "without": ">9.3f"}
 COLUMNS |= {"none": ">9.3f", "adapter": ">9.3f", "none x": ">7.3f", "adapter x": ">9.3f"}
 COLUMNS |= {"limit": ">5.2f"}
@@ -241,19 +240,14 @@ def add_adapters(
 ) -> list[LoRARequest | None]:
     """Load random adapters; return how requests name them."""
     modules, rank = kind
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     names = list[LoRARequest | None]()
     for number in range(1, 1 + (NUM_ADAPTERS if options.mixed else 1)):
-        tensors = dict[str, torch.Tensor]()
-        for name, matrix in Matrices(config_of(options)).all.items():
-            is_attention = "self_attn" in matrix.product
-            if matrix.product == HEAD or (modules == "attention" and not is_attention):
-                continue
-            shapes = {"A": (rank, matrix.num_columns), "B": (matrix.num_rows, rank)}
-            for part, shape in shapes.items():
-                drawn = torch.empty(shape, dtype=getattr(torch, options.dtype), device=device)
-                tensors[f"{name}.lora_{part}.weight"] = drawn.normal_(std=STD)
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        config, tensors = random_adapter(
+            config_of(options),
+            rank,
+            options.dtype,
+            lambda matrix: modules == "all" or "self_attn" in matrix.product,
+        )
         called = (f"{modules}-{rank}-{number}", number, "in memory")
         adapter = Tensors(*called, peft_config=config, lora_tensors=tensors)
         llm.llm_engine.remove_lora(number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights in place of a checkpoint's, for a plain network or an engine's model."""
+"""Random weights in place of a checkpoint's, and random LoRA adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
+
+    from vllm.diffusion.adapters.matrices import Matrix
 
 WEIGHT_STD = 0.02
 EMBEDDING_STD = 1.0
@@ -47,3 +51,29 @@ def randomise_rank(worker: Any) -> None:
     """Draw the weights of an engine's worker; ranks that divide rows draw equal weights."""
     torch.manual_seed(0)
     randomise(worker.worker.model_runner.model)
+
+
+def random_adapter(
+    config: Any, rank: int, dtype: str, is_changed: Callable[[Matrix], bool]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Draw an adapter of a model from N(0, 0.02).
+
+    Args:
+        config: configuration of the model (`DiffusionConfig`).
+        is_changed: whether the adapter changes a matrix; the head stays as it is.
+
+    Returns:
+        Its adapter_config.json, and its tensors as PEFT names them.
+    """
+    from vllm.diffusion.adapters.matrices import HEAD, Matrices
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = dict[str, torch.Tensor]()
+    for name, matrix in Matrices(config).all.items():
+        if matrix.product == HEAD or not is_changed(matrix):
+            continue
+        shapes = {"A": (rank, matrix.num_columns), "B": (matrix.num_rows, rank)}
+        for part, shape in shapes.items():
+            drawn = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            tensors[f"{name}.lora_{part}.weight"] = drawn.normal_(std=WEIGHT_STD)
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}, tensors

@@ -4,14 +4,15 @@
 
     benchmarks/same_answers.py [--family llada] [--prompts 200] [--states 8] [--context 128]
         [--gen-length 32] [--block-length 8] [--output-dir results/same_answers]
+    benchmarks/same_answers.py --batch-invariant
     benchmarks/same_answers.py --models llada-tiny dream-tiny
 
 Drafts do not change an answer, except through rounding: a forward with more rows may add numbers in
 another order, and if two tokens are nearly equal in bf16, the other one wins. The same happens if
-other requests are in the batch. Every prompt is answered three times at temperature 0, with one
-token per step and kept keys and values (`cache: dual`; exact ones for block-causal families):
-alone; together with other requests, so that a batch has --states requests; and with drafts, so that
-a forward has --states states.
+other requests are in the batch. With --batch-invariant neither happens. Every prompt is answered
+three times at temperature 0, with one token per step and kept keys and values (`cache: dual`; exact
+ones for block-causal families): alone; together with other requests, so that a batch has --states
+requests; and with drafts, so that a forward has --states states.
 
 The model has a released shape and random weights or, with --models, is a trained checkpoint (names
 of tiny ones under models/, which are trained if they are missing) with its own questions.
@@ -88,6 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = harness.Parser("same_answers", __doc__)
     parser.shape("llada", [family for family in harness.FAMILIES if family != "fast-dllm"])
+    parser.option("--batch-invariant", False, "with the same bits beside other requests")
     parser.option("--models", (), "trained checkpoints instead of random weights")
     parser.option("--prompts", 200, "prompts to answer; at most the number of a checkpoint")
     parser.option(
@@ -102,7 +104,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 @contextmanager
 def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape, Prompts]]:
     """Yield an engine that makes all requested drafts, the model's shape, and prompts."""
-    settings: dict[str, Any] = {"additional_config": {"dllm": {"weighs_guesses": False}}}
+    mode = {"weighs_guesses": False, "batch_invariant": options.batch_invariant}
+    settings: dict[str, Any] = {"additional_config": {"dllm": mode}}
     settings |= {"max_num_seqs": options.states, "dtype": options.dtype}
     if not options.models:
         shape = Shape.of(harness.configuration_of(options))

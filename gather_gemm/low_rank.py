@@ -87,8 +87,9 @@ def shrink(x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor) -> None:
         x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
         matrices: the matrices, of the same dtype.
         tiles: the slots of the rows.
-        low: [S, T, P r] fp32, written where rank and row are in use. The results are sums over S,
-            which is a power of two.
+        low: [S, T, P r] fp32, written where rank and row are in use. The result is low[0]. With
+            S > 1, which must be a power of two, S programs share the depth, and the rest of `low`
+            holds their sums.
 
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
@@ -117,7 +118,7 @@ def expand(
     The numbers of `low` are rounded to the dtype, sums are fp32, and the result is rounded once.
 
     Args:
-        low: [S, T, P r] fp32, as `shrink` writes it.
+        low: [S, T, P r] fp32, as `shrink` writes it; low[0] is read.
         matrices: the matrices.
         tiles: the slots of the rows.
         out: [T, columns] of the matrices' dtype; rows may be strided, columns are contiguous.

@@ -8,6 +8,9 @@ them, so a program reads them before it waits for the previous kernel. Every pro
 that has no work: so a kernel ends only after all kernels before it.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,16 +20,16 @@ from .overlap import begin, overlaps
 
 
 @triton.jit
-def _read_tile(tiles, first_row, num_rows, ROWS: tl.constexpr):
-    """Return a program's slot, the rows of its tile, and which of them it computes.
+def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.constexpr):
+    """Return a program's slot, its rows, and which of them it computes; SHARES divide a tile.
 
     Loads of tables and matrices bypass L1, because they precede the wait for earlier kernels.
     """
-    entry = tiles + 3 * tl.program_id(0)
+    entry = tiles + 3 * (tl.program_id(0) // SHARES)
     slot = tl.load(entry, cache_modifier=".cg").to(tl.int64)
     start = tl.load(entry + 1, cache_modifier=".cg")
     count = tl.load(entry + 2, cache_modifier=".cg")
-    offsets = tl.arange(0, ROWS)
+    offsets = tl.program_id(0) % SHARES * ROWS + tl.arange(0, ROWS)
     rows = start - first_row + offsets
     is_row = (offsets < count) & (rows >= 0) & (rows < num_rows)
     return slot, rows.to(tl.int64), is_row
@@ -38,6 +41,8 @@ def _read_rank(ranks, slot, part, ranks_stride):
     place = ranks + slot * ranks_stride + part
     return tl.load(place, mask=slot >= 0, other=0, cache_modifier=".cg")
 
+
+_NUM_COUNTERS = 1 << 16  # tiles of the rows of a step that has few rows, times tiles of the ranks
 
 # Numbers that differ from step to step, and tables that are read number by number. Neither selects
 # a specialised kernel.
@@ -53,6 +58,7 @@ def shrink_kernel(
     scales,  # [slots, parts] fp32
     tiles,  # [tiles, 3] int32
     low,  # [splits, T, parts * most ranks] fp32
+    counters,  # [tiles * programs of a tile] int32, zeros
     first_row,
     num_rows,
     max_rank,
@@ -67,12 +73,14 @@ def shrink_kernel(
     split_stride,
     low_stride,
     PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
     rank = 0
     for part in tl.static_range(PARTS):
         rank = tl.maximum(rank, _read_rank(ranks, slot, part, ranks_stride))
@@ -107,14 +115,20 @@ def shrink_kernel(
             down_rows + ids[:, None], mask=is_own[None, :] & (ids < depth)[:, None], other=0.0
         )
         total = tl.dot(left, right, total, input_precision="ieee")
-    tl.store(
-        low
-        + tl.program_id(2) * split_stride
-        + rows[:, None] * low_stride
-        + (parts * max_rank + own)[None, :],
-        total * scale[None, :],
-        mask=is_row[:, None] & is_own[None, :],
-    )
+    places = low + rows[:, None] * low_stride + (parts * max_rank + own)[None, :]
+    is_low = is_row[:, None] & is_own[None, :]
+    total *= scale[None, :]
+    tl.store(places + tl.program_id(2) * split_stride, total, mask=is_low)
+    if SPLITS > 1:
+        # The last program of these rows and ranks adds the parts, in their order.
+        tl.debug_barrier()
+        counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.load(places, mask=is_low, cache_modifier=".cg")
+            for split in tl.static_range(1, SPLITS):
+                total += tl.load(places + split * split_stride, mask=is_low, cache_modifier=".cg")
+            tl.store(places, total, mask=is_low)
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -143,20 +157,14 @@ def _load_low(
     rank,
     max_rank,
     is_row,
-    split_stride,
     RANKS: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
-    """Load the sums of the ranks from `start` on, [ROWS, RANKS] in fp32."""
+    """Load the numbers of the ranks from `start` on, [ROWS, RANKS] in fp32."""
     ids = start + tl.arange(0, RANKS)
     # Whole vectors are loaded, up to a multiple of 16 ranks.
     is_low = is_row[:, None] & ((ids < (rank + 15) // 16 * 16) & (ids < max_rank))[None, :]
     places = low_rows[:, None] + ids[None, :]
-    if SPLITS == 1:
-        low = tl.load(places, mask=is_low, other=0.0)
-    else:
-        splits = tl.arange(0, SPLITS)[:, None, None] * split_stride
-        low = tl.sum(tl.load(places[None] + splits, mask=is_low[None], other=0.0), axis=0)
+    low = tl.load(places, mask=is_low, other=0.0)
     return tl.where((ids < rank)[None, :], low, 0.0)
 
 
@@ -170,17 +178,15 @@ def _add_delta(
     max_rank,
     is_row,
     is_column,
-    split_stride,
     up_stride,
     RANKS: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """Add low up to a tile; low is rounded to the dtype of up."""
-    low = _load_low(low_rows, 0, rank, max_rank, is_row, split_stride, RANKS, SPLITS)
+    low = _load_low(low_rows, 0, rank, max_rank, is_row, RANKS)
     total = tl.dot(low.to(first_up.dtype), first_up, total, input_precision="ieee")
     for start in range(RANKS, rank, RANKS):
         right = _load_up(up_columns, start, rank, is_column, up_stride, RANKS)
-        low = _load_low(low_rows, start, rank, max_rank, is_row, split_stride, RANKS, SPLITS)
+        low = _load_low(low_rows, start, rank, max_rank, is_row, RANKS)
         total = tl.dot(low.to(right.dtype), right, total, input_precision="ieee")
     return total
 
@@ -190,7 +196,7 @@ def _add_delta(
     do_not_specialize_on_alignment=_TABLES,
 )
 def expand_kernel(
-    low,  # [splits, T, parts * most ranks] fp32
+    low,  # [T, parts * most ranks] fp32
     up,  # [slots, most ranks, N]
     ranks,  # [slots, parts] int32
     tiles,  # [tiles, 3] int32
@@ -210,19 +216,18 @@ def expand_kernel(
     source2,
     target2,
     count2,
-    split_stride,
     low_stride,
     slot_stride,
     up_stride,
     ranks_stride,
     out_stride,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
     block = tl.program_id(1)
     begin1 = tl.cdiv(count0, COLUMNS)
     begin2 = begin1 + tl.cdiv(count1, COLUMNS)
@@ -254,10 +259,8 @@ def expand_kernel(
         max_rank,
         is_row,
         is_column,
-        split_stride,
         up_stride,
         RANKS,
-        SPLITS,
     )
     total += base.to(tl.float32)
     tl.store(places, total.to(out.dtype.element_ty), mask=is_written)
@@ -265,7 +268,7 @@ def expand_kernel(
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
 def gated_expand_kernel(
-    low,  # [splits, T, parts * most ranks] fp32
+    low,  # [T, parts * most ranks] fp32
     up,  # [slots, most ranks, N], the gate's columns first if it has a part
     ranks,  # [slots, parts] int32
     tiles,  # [tiles, 3] int32
@@ -275,7 +278,6 @@ def gated_expand_kernel(
     num_rows,
     max_rank,
     width,
-    split_stride,
     low_stride,
     slot_stride,
     up_stride,
@@ -284,13 +286,13 @@ def gated_expand_kernel(
     out_stride,
     HAS_GATE: tl.constexpr,
     HAS_UP: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
     # A tile without a slot has the rank 0, so that nothing of these addresses is read.
@@ -321,10 +323,8 @@ def gated_expand_kernel(
             max_rank,
             is_row,
             is_column,
-            split_stride,
             up_stride,
             RANKS,
-            SPLITS,
         )
     if HAS_UP:
         half = _add_delta(
@@ -336,10 +336,8 @@ def gated_expand_kernel(
             max_rank,
             is_row,
             is_column,
-            split_stride,
             up_stride,
             RANKS,
-            SPLITS,
         )
     dtype = out.dtype.element_ty
     gate = (gate + gate_base.to(tl.float32)).to(dtype).to(tl.float32)
@@ -357,27 +355,33 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
     down, _, ranks, scales = matrices
     _, num_parts, max_rank, depth = down.shape
     num_splits, num_ranks = len(low), num_parts * max_rank
-    config = choose_shrink(num_ranks, x.element_size())
-    split_depth = triton.cdiv(triton.cdiv(depth, num_splits), config.depth) * config.depth
-    shrink_kernel[len(tiles.table), triton.cdiv(num_ranks, config.ranks), num_splits](
+    split_depth = triton.cdiv(depth, num_splits)
+    config = choose_shrink(len(x), num_ranks, split_depth, x.element_size())
+    num_tiles, shares = _shares(tiles, config)
+    num_programs = triton.cdiv(num_ranks, config.ranks)
+    counters = _counters(x.device)
+    assert num_splits == 1 or num_tiles * num_programs <= len(counters)
+    shrink_kernel[num_tiles, num_programs, num_splits](
         x,
         down,
         ranks,
         scales,
         tiles.table,
         low,
+        counters,
         tiles.first_row,
         len(x),
         max_rank,
         depth,
-        split_depth,
+        triton.cdiv(split_depth, config.depth) * config.depth,
         x.stride(0),
         *down.stride()[:3],
         ranks.stride(0),
         scales.stride(0),
         *low.stride()[:2],
         PARTS=num_parts,
-        ROWS=tiles.size,
+        SPLITS=num_splits,
+        **shares,
         RANKS=config.ranks,
         DEPTH=config.depth,
         **_options(x, config),
@@ -387,10 +391,11 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
 def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
     """Enqueue the sums of `expand`; the arguments are checked."""
     up, ranks = matrices.up, matrices.ranks
-    config = choose_expand(tiles.size, up.shape[1], out.element_size())
+    config = choose_expand(*out.shape, up.shape[1], out.element_size())
+    num_tiles, shares = _shares(tiles, config)
     num_blocks = sum(triton.cdiv(piece.width, config.columns) for piece in pieces)
     padded = (*pieces, *[(0, 0, 0, 0)] * (MAX_PIECES - len(pieces)))
-    expand_kernel[len(tiles.table), num_blocks](
+    expand_kernel[num_tiles, num_blocks](
         low,
         up,
         ranks,
@@ -400,14 +405,13 @@ def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
         len(out),
         up.shape[1],
         *(number for piece in padded for number in piece),
-        *low.stride()[:2],
+        low.stride(1),
         *up.stride()[:2],
         ranks.stride(0),
         out.stride(0),
-        ROWS=tiles.size,
+        **shares,
         COLUMNS=config.columns,
         RANKS=config.ranks,
-        SPLITS=len(low),
         **_options(out, config),
     )
 
@@ -417,8 +421,9 @@ def launch_gated_expand(
 ) -> None:
     """Enqueue the products of `gated_expand`; the arguments are checked."""
     up, ranks, width = matrices.up, matrices.ranks, out.shape[1]
-    config = choose_gated_expand(tiles.size, up.shape[1], out.element_size())
-    gated_expand_kernel[len(tiles.table), triton.cdiv(width, config.columns)](
+    config = choose_gated_expand(up.shape[1], out.element_size())
+    num_tiles, shares = _shares(tiles, config)
+    gated_expand_kernel[num_tiles, triton.cdiv(width, config.columns)](
         low,
         up,
         ranks,
@@ -429,19 +434,31 @@ def launch_gated_expand(
         len(out),
         up.shape[1],
         width,
-        *low.stride()[:2],
+        low.stride(1),
         *up.stride()[:2],
         ranks.stride(0),
         gate_up.stride(0),
         out.stride(0),
         HAS_GATE=has_gate,
         HAS_UP=has_up,
-        ROWS=tiles.size,
+        **shares,
         COLUMNS=config.columns,
         RANKS=config.ranks,
-        SPLITS=len(low),
         **_options(out, config),
     )
+
+
+def _shares(tiles, config) -> tuple[int, dict[str, int]]:
+    """Return the number of programs of all tiles, and how they divide a tile."""
+    rows = min(config.rows, tiles.size)
+    shares = tiles.size // rows
+    return len(tiles.table) * shares, {"SHARES": shares, "ROWS": rows}
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Return zeros that count programs; each kernel leaves zeros."""
+    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _options(x: Tensor, config) -> dict[str, int | bool]:

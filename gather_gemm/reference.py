@@ -26,6 +26,31 @@ def gather_gemm(
     return torch.mm(x if rows is None else x.index_select(0, rows), weight.t(), out=out)
 
 
+def ordered_gemm(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    parts: int = 1,
+    bias: Tensor | None = None,
+    adds: bool = False,
+) -> Tensor:
+    """Compute x W^T, plus bias and out, in fp32 and round once; see `gather_gemm.ordered_gemm`.
+
+    Each row is multiplied alone, so that its sums do not depend on the number of rows.
+    """
+    step = weight.shape[1] // parts
+    for row, target in zip(x.float(), out, strict=True):
+        total = sum(
+            torch.mv(weight[:, first : first + step].float(), row[first : first + step])
+            for first in range(0, parts * step, step)
+        )
+        if bias is not None:
+            total = total + bias.float()
+        target.copy_(total + target.float() if adds else total)
+    return out
+
+
 def gather_top(
     x: Tensor,
     rows: Tensor | None,
@@ -195,7 +220,6 @@ def shrink(
             product = torch.mm(x[rows].float(), down[slot, part, :rank].float().t())
             columns = slice(part * max_rank, part * max_rank + rank)
             low[0, rows, columns] = product * scales[slot, part]
-            low[1:, rows, columns] = 0.0
 
 
 def expand(
@@ -214,7 +238,7 @@ def expand(
             if rank:
                 own = out[rows, target : target + count]
                 columns = up[slot, :rank, source : source + count]
-                own.copy_(own.float() + _expanded(low[:, rows], columns, part, up.shape[1]))
+                own.copy_(own.float() + _expanded(low[0, rows], columns, part, up.shape[1]))
 
 
 def gated_expand(
@@ -235,7 +259,7 @@ def gated_expand(
 
 def _expanded(low: Tensor, columns: Tensor, part: int, max_rank: int) -> Tensor:
     """Return the product, in fp32, of the numbers of a part with columns [rank, N]."""
-    own = low[:, :, part * max_rank : part * max_rank + len(columns)].sum(dim=0)
+    own = low[:, part * max_rank : part * max_rank + len(columns)]
     return torch.mm(own.to(columns.dtype).float(), columns.float())
 
 

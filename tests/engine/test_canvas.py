@@ -155,3 +155,14 @@ def test_a_token_keeps_the_probability_with_which_it_was_committed() -> None:
     assert view is not None
     assert np.frombuffer(view.token_ids, "<i4")[:4].tolist() == [5, 7, 7, 7]
     assert np.frombuffer(view.confidence, "<f4")[:4] == pytest.approx([0.9, 0.99, 0.99, 0.99])
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix", "frozen"])
+def test_a_promise_of_equal_bits_names_its_exception(cache: str) -> None:
+    """An approximate cache that is computed again too early may change the answer."""
+    made, promise = canvas(LLADA, cache=cache, steps=16), {"batch_invariant": True}
+    assert made.report(promise).report == promise
+    made.invalidate()
+    exception = {} if cache == "none" else {"refreshed_early": True}
+    assert made.report(promise).report == promise | exception
+    assert made.report().report == {}

@@ -584,14 +584,6 @@ def test_what_does_not_work_stops_the_start(
         engine_config(checkpoint("mha"), **{name: given})
 
 
-def test_a_promise_of_equal_rounding_is_refused(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT: given 1; wanted 0"):
-        engine_config(checkpoint("mha"))
-
-
 def test_reset_zeroes_every_weight(checkpoint: Callable[[str], Path]) -> None:
     with running(checkpoint("moe"), quantization="fp8") as engine:
         before = checksums(engine)

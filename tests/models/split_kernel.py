@@ -80,6 +80,29 @@ def run_split_of(
             result = split_attention(q, k, v, bounded, out, config, window=window)
             assert result is out
             torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
+        if not window:
+            check_fixed_parts((q, k, v), bounded, wanted, limit)
+
+
+def check_fixed_parts(
+    tensors: tuple[torch.Tensor, ...],
+    layout: AttentionLayout[torch.Tensor],
+    wanted: torch.Tensor,
+    limit: float,
+) -> None:
+    """Check parts of 32 keys: computed by one program each, by one for all, and row by row."""
+    one, apart = (SplitConfig(16, 16, programs, num_warps=4, num_stages=1) for programs in (0, 64))
+    whole = split_attention(*tensors, layout, config=one, part_keys=32)
+    torch.testing.assert_close(whole.double(), wanted, rtol=limit, atol=limit)
+    assert torch.equal(split_attention(*tensors, layout, config=apart, part_keys=32), whole)
+    assert layout.spans is not None
+    q, *keys_values = tensors
+    for span in layout.spans:
+        for query in range(0, span.num_queries, 4):
+            row, end = span.q_start + query, span.kv_start + span.keys_read_by(query)
+            alone = AttentionLayout.of([Span(0, 1, span.kv_start, end)], "cpu")
+            found = split_attention(q[row : row + 1], *keys_values, alone, config=one, part_keys=32)
+            assert torch.equal(found, whole[row : row + 1])
 
 
 def run_split_in_pages() -> None:

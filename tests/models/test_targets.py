@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm.diffusion.layers.split_attention import CONFIG, WIDE_CONFIGS
+from vllm.diffusion.layers.split_attention import CONFIG, FIXED_PART_KEYS, WIDE_CONFIGS
 
 triton = pytest.importorskip("triton")
 
@@ -15,7 +15,9 @@ COUNTS = ("num_sequences", "num_rows", "num_splits", "q_row", "q_head", "k_row",
 COUNTS += ("v_row", "v_head")
 
 
-def compiled(capability: int, *, has_blocks: bool, head_dim: int = 128, window: int = 0) -> Any:
+def compiled(
+    capability: int, *, has_blocks: bool, head_dim: int = 128, window: int = 0, part_keys: int = 0
+) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -23,7 +25,13 @@ def compiled(capability: int, *, has_blocks: bool, head_dim: int = 128, window: 
 
     config = WIDE_CONFIGS.get(head_dim, CONFIG)
     fixed: dict[str, Any] = {"HEADS": 32, "GROUP": 1, "HEAD_DIM": head_dim, "PAGE": 64}
-    fixed |= {"ROWS": config.rows, "KEYS": config.keys, "MIN_KEYS": 256, "IS_SPLIT": True}
+    fixed |= {
+        "ROWS": config.rows,
+        "KEYS": config.keys,
+        "MIN_KEYS": 256,
+        "IS_SPLIT": True,
+        "PART_KEYS": 0,
+    }
     fixed |= {"WINDOW": window, "HAS_BLOCKS": has_blocks, "OVERLAPS": capability >= 90}
     if not has_blocks:
         fixed |= {"block_lengths": None, "firsts": None}
@@ -55,3 +63,9 @@ def test_wide_heads_are_loaded_ahead(head_dim: int, window: int) -> None:
     program = compiled(90, has_blocks=True, head_dim=head_dim, window=window)
     assert program.metadata.shared <= MIN_SHARED_KIB[90] * 1024
     assert "cp.async" in program.asm["ptx"]
+
+
+def test_parts_of_one_program_are_loaded_ahead() -> None:
+    program = compiled(90, has_blocks=True, part_keys=FIXED_PART_KEYS)
+    assert program.metadata.shared <= MIN_SHARED_KIB[90] * 1024
+    assert "cp.async" in program.asm["ptx"] and "wgmma" in program.asm["ptx"]

@@ -65,10 +65,8 @@ def configure(vllm_config: VllmConfig) -> None:
             'additional_config={"dllm": {"num_speculative_states": 7}}'
         )
     if upstream_envs.VLLM_BATCH_INVARIANT:
-        raise ServerConfigError(
-            "VLLM_BATCH_INVARIANT: given 1; wanted 0: the rounding of an answer depends on other "
-            "requests"
-        )
+        settings = server_settings(vllm_config.additional_config) | {"batch_invariant": True}
+        vllm_config.additional_config = {**vllm_config.additional_config, "dllm": settings}
     mode = vllm_config.model_config.logprobs_mode
     if mode.endswith("logits"):
         raise ServerConfigError(
@@ -94,6 +92,8 @@ def configure(vllm_config: VllmConfig) -> None:
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
     check_flags(vllm_config)
+    if settings_of(vllm_config).batch_invariant:
+        _check_invariant(vllm_config)
 
     # Our worker uses neither of upstream's runners; the second would warn about a missing Triton.
     envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -176,6 +176,38 @@ def _check_open(vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_invariant(vllm_config: VllmConfig) -> None:
+    """Refuse settings with which a row's rounding may depend on other rows."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    settings, family = settings_of(vllm_config), family_of(vllm_config)
+    is_on_gpu = vllm_config.device_config.device_type == "cuda"
+    dtype, capability = str(model.dtype).removeprefix("torch."), (9, 0)
+    if is_on_gpu:
+        found = envs.kernels() or platforms.current_platform.get_device_capability()
+        capability = tuple(found or (0, 0))
+    has_experts = bool(model.hf_config.architecture.expert_layers)
+    fp8 = server_settings(vllm_config.additional_config).get("attention_dtype")
+    refused = (
+        (model.quantization is not None, f"quantization {model.quantization}", "none"),
+        (settings.fp8_head, "fp8_head", "none"),
+        (fp8 == "fp8", "attention_dtype fp8", "model"),
+        (vllm_config.lora_config is not None, "LoRA adapters", "none"),
+        (family is not None and family.is_open, "a model without a mask token", "another model"),
+        (is_on_gpu and dtype != "bfloat16", f"dtype {dtype}", "bfloat16"),
+        (
+            capability != (9, 0),
+            f"a GPU of compute capability {'.'.join(map(str, capability))}",
+            "9.0",
+        ),
+        (not is_on_gpu and has_experts, "experts on the CPU", "a dense model, or a GPU"),
+        (parallel.tensor_parallel_size > 1, "tensor_parallel_size above 1", "1"),
+        (settings.sequence_parallel_size > 1, "sequence_parallel_size above 1", "1"),
+    )
+    for is_refused, given, wanted in refused:
+        if is_refused:
+            raise ServerConfigError(f"batch_invariant: given with {given}; wanted {wanted}")
+
+
 def _divide_rows(vllm_config: VllmConfig) -> None:
     """Make upstream start a process for every rank, including sequence-parallel ranks."""
     size, parallel = settings_of(vllm_config).sequence_parallel_size, vllm_config.parallel_config
@@ -227,7 +259,8 @@ def slots_of(vllm_config: VllmConfig) -> SlotSizes | None:
         raise ServerConfigError(f"draft_adapter: given {given!r}; {wanted}")
     draft = None if given is None else DraftAdapter(given)
     if draft is None and folder is not None:
-        draft = draft_adapter_in(vllm_config.model_config.model, folder)
+        model = vllm_config.model_config
+        draft = draft_adapter_in(model.model, folder, model.revision)
     return slot_sizes(vllm_config, draft)
 
 
@@ -395,6 +428,8 @@ class Settings:
         decisions_least_mass: probability of all labels of a question below which it is answered
             with a refusal; 0 refuses none.
         decision_calibration: path of a calibration file for `/v1/decisions`.
+        batch_invariant: whether an answer has the same bits alone and beside other requests
+            (docs/batch_invariance.md).
     """
 
     long_share: float = 0.5
@@ -414,6 +449,7 @@ class Settings:
     decisions_joint: bool = True
     decisions_least_mass: float = 0.0
     decision_calibration: str | None = None
+    batch_invariant: bool = False
 
     @property
     def longest_pause_s(self) -> float:
@@ -451,8 +487,7 @@ class Settings:
             path = getattr(parsed, name)
             if path is not None and not (isinstance(path, str) and path):
                 raise ServerConfigError(f"dllm settings: {name}: given {path!r}; wanted a path")
-        names = ("page", "fp8_head", "weight_update_complete", "decisions_joint", "weighs_guesses")
-        for name in names:
+        for name in _FLAGS:
             given = getattr(parsed, name)
             if not isinstance(given, bool) and (name != "weighs_guesses" or given is not None):
                 raise ServerConfigError(
@@ -470,6 +505,10 @@ class Settings:
         return parsed
 
 
+_FLAGS = (
+    *("page", "fp8_head", "weight_update_complete", "decisions_joint", "weighs_guesses"),
+    "batch_invariant",
+)
 _OF_THE_ENGINE = tuple(field.name for field in fields(Settings))
 
 

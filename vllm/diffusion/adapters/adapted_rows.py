@@ -13,12 +13,13 @@ from bisect import bisect_right
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+
 from vllm.diffusion import ops
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
     from vllm.diffusion.adapters.slot_memory import ProductSlots
@@ -112,6 +113,7 @@ class AdaptedRows:
         self.num_slots, self._device, self.draft_slot = num_slots, device, draft_slot
         self._step, self._current = StepSlots(), _Current()
         self._captured: ops.Tiles | None = None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tables: _Tables = {}
 
     # ---- for products ----
@@ -132,6 +134,11 @@ class AdaptedRows:
         first = _last_at(firsts, first_row)
         last = _last_at(firsts, self._current.rows.stop - 1)
         return tiles._replace(table=tiles.table[first : last + 1], first_row=first_row)
+
+    @property
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """A stream for work beside the products of the model; None outside of a capture."""
+        return None if self._captured is None else self._side
 
     @contextmanager
     def within(self, rows: slice) -> Iterator[None]:

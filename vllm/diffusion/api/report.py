@@ -53,6 +53,10 @@ class DiffusionReport(BaseModel):
         scoring: how the tokens of these texts were scored; `none` if none may change.
         diff: per answer, the unified diff between the text and the answer, if it was requested.
         trajectories: per answer, the recorded denoising steps, if they were requested.
+        batch_invariant: whether the answers have the same bits beside other requests.
+        fingerprint: what that promise rests on; equal fingerprints promise equal bits.
+        refreshed_early: whether an approximate cache was computed again before the request's own
+            next refresh, which changes the answer.
         error: why an answer is incomplete, if one is.
     """
 
@@ -84,6 +88,9 @@ class DiffusionReport(BaseModel):
     scoring: str | None = None
     diff: list[str] | None = None
     trajectories: list[dict[str, Any] | None] | None = None
+    batch_invariant: bool | None = None
+    fingerprint: str | None = None
+    refreshed_early: bool | None = None
     error: str | None = None
 
     @classmethod
@@ -129,6 +136,9 @@ class DiffusionReport(BaseModel):
             scoring=next((r["scoring"] for r in reports if "scoring" in r), None),
             diff=_each(reports, "diff"),
             trajectories=trajectories_in(messages),
+            batch_invariant=largest.get("batch_invariant"),
+            fingerprint=largest.get("fingerprint"),
+            refreshed_early=any(r.get("refreshed_early") for r in reports) or None,
             error=next((r["error"] for r in reports if "error" in r), None),
         )
 
@@ -143,6 +153,7 @@ _RARE = (
     *("replaced_by", "canvas_lengths", "infilled", "trajectories", "error"),
     *("drafts_tried", "drafts_held", "cold_forwards"),
     *("edits", "num_edited", "num_remasked", "scoring", "diff"),
+    *("batch_invariant", "fingerprint", "refreshed_early"),
 )
 
 

@@ -134,6 +134,8 @@ def attending(dtype: torch.dtype, num_heads: int, head_dim: int) -> Listed:
 # Attention splits the keys of a chunk with few rows. The rows of one head times the number of
 # parts is at most this number per multiprocessor.
 SPLIT_ROWS = 128
+# The same for parts of a fixed number of keys, which do not depend on the number of rows.
+FIXED_PART_ROWS = 16 * SPLIT_ROWS
 
 
 def split_attention(head_dim: int) -> Buffer:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -72,7 +72,8 @@ class StepResult:
         num_steps: denoise steps of the request so far, as if none were speculative.
         num_forwards: forwards of the request so far; one forward may serve several steps.
         num_drafts: draft states that were evaluated so far.
-        report: numbers of the decoding rule so far, for the report of the answer.
+        report: numbers of the decoding rule so far and facts of the engine, for the report of the
+            answer.
         num_committed: canvas positions committed so far.
         next_rows: rows of its next forward; 0 if there is none.
         infilled: tokens that replaced mask tokens of the prompt so far, by position.
@@ -96,7 +97,7 @@ class StepResult:
     num_committed: int
     next_rows: int = 0
     num_drafts: int = 0
-    report: Mapping[str, int] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
     infilled: dict[int, int] = field(default_factory=dict)
     error: str | None = None
     logprobs: LogprobsLists | None = None

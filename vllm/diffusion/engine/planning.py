@@ -63,7 +63,10 @@ def make_planner(
     shape = model_shape(vllm_config, device)
     # The kernel that reads pages is available, and it splits keys.
     if not shape.collects_keys:
-        rows = stages.SPLIT_ROWS * rates.multiprocessors
+        of_card = stages.SPLIT_ROWS
+        if settings.batch_invariant:
+            of_card = stages.FIXED_PART_ROWS
+        rows = of_card * rates.multiprocessors
         split_bytes = rows * stages.split_attention(shape.head_dim).row_bytes
         shape = shape.with_split_bytes(split_bytes)
     return Planner(
@@ -180,8 +183,8 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     qkv = out._replace(columns=qkv_columns, depth=width)
     widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
     gate_up = qkv._replace(columns=2 * widest)
-    kinds = ops.kinds_of(vllm_config.quant_config)
-    head = _products(ops.kind_of_head(vllm_config.quant_config), qkv, gate_up, out)
+    kinds, of_head = _kinds(vllm_config)
+    head = _products(of_head, qkv, gate_up, out)
     is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
     shape = ModelShape(
         num_layers=config.num_hidden_layers,
@@ -215,6 +218,15 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     if slots is None:
         return shape
     return replace(shape, adapted=_adapted(shape, slots, kinds, gate_up))
+
+
+def _kinds(
+    vllm_config: VllmConfig,
+) -> tuple[tuple[type[ops.Projection], ...], type[ops.Projection]]:
+    """Return the classes of a model's projections, and that of its output head."""
+    mode = {"is_batch_invariant": settings_of(vllm_config).batch_invariant}
+    scheme = vllm_config.quant_config
+    return ops.kinds_of(scheme, **mode), ops.kind_of_head(scheme, **mode)
 
 
 def _adapted(

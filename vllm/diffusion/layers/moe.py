@@ -23,7 +23,8 @@ class ExpertsMLP:
 
     `gate` is the router [E, D]; `w1` [E, 2I, D] and `w2` [E, D, I] hold this rank's part of every
     expert's width; `bias` [E] shifts the choice of experts if the model has it. A shared expert, if
-    there is one, is `shared`, or the first of E + 1 experts in `w1` and `w2`.
+    there is one, is `shared`, or the first of E + 1 experts in `w1` and `w2`. `is_invariant` states
+    whether no row's result depends on other rows.
     """
 
     norm: RMSNorm
@@ -34,6 +35,7 @@ class ExpertsMLP:
     bias: Tensor | None = None
     scoring: ops.Scoring = ops.SOFTMAX
     shared: GatedMLP | None = None
+    is_invariant: bool = False
 
     @property
     def _has_joined(self) -> bool:
@@ -72,6 +74,7 @@ class ExpertsMLP:
                 addend=addend,
                 in_fp32=self.scoring.in_fp32,
                 has_shared=self._has_joined,
+                is_invariant=self.is_invariant,
             )
 
     def _temporaries(self, x: Tensor) -> tuple[Buffer, ...]:
@@ -88,5 +91,11 @@ class ExpertsMLP:
     def _route(self, normed: Tensor) -> ops.Routing:
         """Choose the experts of every row."""
         return ops.route_rows(
-            normed, self.gate, self.num_chosen, self.bias, self.scoring, has_shared=self._has_joined
+            normed,
+            self.gate,
+            self.num_chosen,
+            self.bias,
+            self.scoring,
+            has_shared=self._has_joined,
+            is_invariant=self.is_invariant,
         )

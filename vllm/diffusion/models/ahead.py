@@ -21,7 +21,6 @@ from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.guided import joint
-from vllm.diffusion.layers.split_attention import split_attention
 from vllm.diffusion.models.adapted_layers import adapted_products
 from vllm.logger import init_logger
 
@@ -39,7 +38,9 @@ logger = init_logger(__name__)
 _HEAD_ROWS = (16, 32, 64, 128)
 _EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Row counts for which the products of LoRA adapters have other tiles, or parts of their sums.
-_ADAPTED_ROWS = (16, 256, 512, 1024, 2048)
+_ADAPTED_ROWS = (16, 160, 256, 512, 1024, 2048, 4096)
+# Row counts for which the products of a batch-invariant engine have other tiles.
+_INVARIANT_ROWS = (1, 17, 33, 65, 129, 193, 257, 512, 1024, 2048, 4096)
 # Maximum keys of a sequence. Few keys are not split.
 _ATTENDED_KEYS = (64, 4096)
 
@@ -92,6 +93,17 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
             yield functools.partial(layer.mlp_stage.feed_forward, x, FreshBuffers(device))
     if model.adapting is not None:
         yield from _adapter_calls(model)
+    if ops.is_invariant(model):
+        yield from _invariant_calls(model)
+
+
+def _invariant_calls(model: DiffusionModel) -> Iterator[Callable[[], object]]:
+    """Yield calls of the products in one order, one for each weight and each tile."""
+    layer = model.layers[0]
+    for projection in (*layer.attention.products, *layer.mlp_stage.products):
+        assert isinstance(projection, ops.InvariantProjection)
+        for rows in _INVARIANT_ROWS:
+            yield functools.partial(projection.rehearse, rows)
 
 
 def _adapter_calls(model: DiffusionModel) -> Iterator[Callable[[], object]]:
@@ -130,4 +142,4 @@ def _attend(
         block_lengths=numbers(PAGE_SIZE) if has_blocks else None,
         firsts=numbers(0) if has_blocks else None,
     )
-    return split_attention(q, k, v, layout)
+    return model.layers[0].attention.kernel(q, k, v, layout)

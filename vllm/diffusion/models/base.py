@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.layers.attention_backends import (
@@ -81,6 +82,8 @@ class DiffusionModel(Updatable):
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        if settings_of(vllm_config).batch_invariant:
+            ops.make_invariant(self)
         self._growth = architecture.growth_within(vllm_config.model_config.max_model_len)
         self.register_buffer("rotary_frequencies", self.frequencies(config), persistent=False)
 
@@ -170,9 +173,11 @@ class DiffusionModel(Updatable):
     def head_matrix(self) -> Tensor | None:
         """Output matrix [V, D] if logits are its product with normed hidden states.
 
-        None if logits are also scaled, or if this rank does not have all columns.
+        None if logits are also scaled, if this rank does not have all columns, or if tokens must be
+        drawn from stored logits, so that they do not depend on the number of rows.
         """
-        if self.num_columns < self.vocab_size or self.architecture.logits_scale != 1.0:
+        is_whole = self.num_columns == self.vocab_size and self.architecture.logits_scale == 1.0
+        if not is_whole or ops.is_invariant(self):
             return None
         return self.head.matrix(slice(0, self.num_columns))
 

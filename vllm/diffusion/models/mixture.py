@@ -88,6 +88,7 @@ class MixtureMLP(nn.Module):
             self.bias,
             self.scoring,
             None if self.shared_experts is None else self.shared_experts.stage(norm),
+            is_invariant=ops.is_invariant(self),
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:

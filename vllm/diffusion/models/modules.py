@@ -13,6 +13,7 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.layers.attention import SelfAttention
+from vllm.diffusion.layers.attention_backends import attend, attend_invariantly
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
 from vllm.diffusion.layers.parallel import without_weight_packing
@@ -78,6 +79,7 @@ class AttentionWeights(nn.Module):
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             clip=self.config.architecture.max_qkv,
+            kernel=attend_invariantly if ops.is_invariant(self) else attend,
         )
 
     def destinations(self, path: str) -> dict[str, Destination]:

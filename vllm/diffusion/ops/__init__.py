@@ -26,6 +26,7 @@ from vllm.diffusion.ops.experts import (
     route_rows,
 )
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
+from vllm.diffusion.ops.invariant import InvariantProjection, is_invariant, make_invariant
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
     kind_of,
@@ -94,6 +95,7 @@ __all__ = [
     "Fp8Projection",
     "GraphInputs",
     "HostCopy",
+    "InvariantProjection",
     "Kept",
     "LowRank",
     "OrderedProjection",
@@ -128,6 +130,7 @@ __all__ = [
     "gated_expand",
     "gather_columns",
     "has_attention",
+    "is_invariant",
     "join_ranks",
     "kept_columns",
     "kind_of",
@@ -135,6 +138,7 @@ __all__ = [
     "kinds_of",
     "logprobs_and_entropies",
     "low_rank_tile",
+    "make_invariant",
     "max_tiles",
     "most_likely",
     "most_likely_in_head",

@@ -33,6 +33,7 @@ _SKINNY = (
     _Skinny(Tiling(64, split=2), min_rows=144, max_rows=192),
     _Skinny(Tiling(96, split=2), max_rows=128),
     _Skinny(Tiling(32, split=2), max_rows=64),
+    _Skinny(Tiling(192), max_rows=128),
 )
 _SKINNY_GATED = (_Skinny(Tiling(192), max_rows=128), _Skinny(Tiling(96), max_rows=64))
 _SKINNY_FP8 = (
@@ -71,6 +72,12 @@ _MIN_TILE_USE = 0.9
 _STEP_DEPTH = 64
 _PORTABLE_ROWS = 256  # rows of the kernels for every GPU
 
+# Matrices for which cuBLAS never splits the depth, whatever the number of rows: columns from which,
+# and depth up to which, this was measured with up to `MAX_MEASURED_ROWS` rows.
+_UNSPLIT_COLUMNS = 6_144
+_UNSPLIT_DEPTH = 4_096
+MAX_MEASURED_ROWS = 8_192
+
 _HEAD_COLUMNS = 65_536  # minimum columns of an output matrix
 _HEAD_ROWS = 64  # rows of an output product above which cuBLAS is faster than Triton
 # Rows of an output product above which storing the logits and then sampling is faster.
@@ -93,6 +100,19 @@ class KernelTier(Enum):
     HOPPER = "kernels"
     PORTABLE = "portable kernels"
     NONE = "reference"
+
+
+class Order(NamedTuple):
+    """Order in which all kernels of a weight sum, in engines that are batch invariant.
+
+    Attributes:
+        parts: equal parts of the depth. Each is summed from low to high in fp32, then the parts are
+            added.
+        may_use_cublas: whether cuBLAS had this order for every number of rows that was measured.
+    """
+
+    parts: int
+    may_use_cublas: bool
 
 
 class DeviceInfo(NamedTuple):
@@ -163,6 +183,28 @@ def _tiling(
     if tiling is None and gated:
         return gated_tiling(num_rows, num_columns, depth, card=card)
     return tiling
+
+
+def order_of(num_columns: int, depth: int, *, gated: bool, card: DeviceInfo) -> Order:
+    """Return the order of a weight's sums: the order of the kernel that is fastest for one row.
+
+    There are no kernels for gated products in parts.
+    """
+    tiling = None
+    if card.tier is KernelTier.HOPPER and not gated:
+        tiling = _skinny_tiling(_SKINNY, 1, num_columns, depth, card.multiprocessors)
+    parts = 1 if tiling is None else tiling.split
+    is_measured = num_columns >= _UNSPLIT_COLUMNS and depth <= _UNSPLIT_DEPTH
+    return Order(parts, parts == 1 and is_measured)
+
+
+def ordered_tiling(
+    num_rows: int, num_columns: int, depth: int, order: Order, *, gated: bool, card: DeviceInfo
+) -> Tiling | None:
+    """Return a tiling of `fused_linear` that sums in this order, or None if none is fast."""
+    skinny = _SKINNY_GATED if gated else _SKINNY
+    in_order = tuple(row for row in skinny if row.tiling.split == order.parts)
+    return _tiling(in_order, num_rows, num_columns, depth, card, gated=gated)
 
 
 def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:

@@ -49,6 +49,7 @@ def route_rows(
     *,
     has_shared: bool = False,
     expert_scales: Tensor | None = None,
+    is_invariant: bool = False,
 ) -> Routing:
     """Choose experts for each row by the logits ``x @ gate.T``.
 
@@ -61,12 +62,13 @@ def route_rows(
             window.
         has_shared: whether all rows have one more expert, see `Routing`.
         expert_scales: [E] fp32, factors of the weights of each expert, applied last.
+        is_invariant: whether one kernel serves any number of rows, so that its sums have one order.
     """
     is_compiled = dispatch.routes_compiled(len(x), len(gate)) and scoring.is_compiled
-    is_compiled = is_compiled and not has_shared and expert_scales is None
+    is_compiled = is_compiled and not has_shared and expert_scales is None and not is_invariant
     if is_compiled and fused_ops.has_router(x, gate):
         return Routing(*fused_ops.route_rows(x, gate, num_chosen, bias, **scoring.of_rows()))
-    in_parts = dispatch.routes_in_parts(len(x), dispatch.card_of(x.device))
+    in_parts = is_invariant or dispatch.routes_in_parts(len(x), dispatch.card_of(x.device))
     options: Any = {"has_shared": has_shared, "in_parts": in_parts, "expert_scales": expert_scales}
     return gather_gemm.route_rows(x, gate, num_chosen, bias, scoring, **options)
 
@@ -132,16 +134,23 @@ def _matrices(weights: ExpertWeights, like: Tensor) -> DenseExperts:
 
 
 def gated_products(
-    x: Tensor, w1: DenseExperts, routing: Routing, *, is_gelu: bool = False
+    x: Tensor,
+    w1: DenseExperts,
+    routing: Routing,
+    *,
+    is_gelu: bool = False,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Compute silu(gate) * up [R * k, I] of each row x [R, D] with its experts w1 [E, 2I, D].
 
-    With `is_gelu`, gelu in its tanh form takes the place of silu.
+    With `is_gelu`, gelu in its tanh form takes the place of silu. With `is_invariant`, the compiled
+    kernel serves any number of rows, because its sums have one order.
     """
     (matrices, scales), (weights, slots, ends) = w1, routing
     rows = _rows_for(w1, x)
     args = slots, weights.shape[1], matrices, ends, scales
     streams = scales is not None or dispatch.streams_gated(len(slots), len(matrices))
+    streams = streams or is_invariant
     if streams and fused_ops.has_grouped_gemm(rows, matrices):
         return fused_ops.gated_gemm(rows, *args, is_gelu=is_gelu)
     return gather_gemm.gated_gemm(_widened(rows, x), *args, is_gelu=is_gelu)
@@ -154,6 +163,7 @@ def weighted_terms(
     *,
     is_weighted: bool = True,
     early: bool = True,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Compute the terms [R, k, D] of each row: the experts' second products, weighted.
 
@@ -164,11 +174,13 @@ def weighted_terms(
         is_weighted: whether products are multiplied by the rows' weights.
         early: whether w2 and the routing may be read before the previous kernel ends. This requires
             that `gated_products` ran directly before, and that no kernel of a step writes w2.
+        is_invariant: as for `gated_products`.
     """
     (matrices, scales), (weights, slots, ends) = w2, routing
     rows = _rows_for(w2, inner)
     args = matrices, ends, slots, weights
     streams = scales is not None or dispatch.streams_weighted(len(inner), len(matrices))
+    streams = streams or is_invariant
     if streams and fused_ops.has_grouped_gemm(rows, matrices):
         multiply = fused_ops.weighted_gemm
         return multiply(rows, *args, is_weighted=is_weighted, early=early, weight_scales=scales)
@@ -203,15 +215,16 @@ def expert_terms(
     *,
     is_weighted: bool,
     is_gelu: bool = False,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Compute this rank's part of the terms [R, k, D] of rows; arguments as in `add_experts`.
 
     `is_weighted` states whether they are multiplied by the rows' weights.
     """
-    inner = gated_products(normed, _matrices(w1, normed), routing, is_gelu=is_gelu)
-    is_constant = isinstance(w2, DenseExperts)
-    second = _matrices(w2, normed)
-    return weighted_terms(inner, second, routing, is_weighted=is_weighted, early=is_constant)
+    first = _matrices(w1, normed)
+    inner = gated_products(normed, first, routing, is_gelu=is_gelu, is_invariant=is_invariant)
+    options: Any = {"early": isinstance(w2, DenseExperts), "is_invariant": is_invariant}
+    return weighted_terms(inner, _matrices(w2, normed), routing, is_weighted=is_weighted, **options)
 
 
 def add_experts(
@@ -226,6 +239,7 @@ def add_experts(
     in_fp32: bool = False,
     has_shared: bool = False,
     is_gelu: bool = False,
+    is_invariant: bool = False,
 ) -> None:
     """Add, in place, the sum of weight * expert(normed) over the chosen experts to x.
 
@@ -243,9 +257,11 @@ def add_experts(
         in_fp32: whether terms are weighted by fp32 weights, added in fp32, and rounded once.
         has_shared: whether the addend is the last term, from a shared expert.
         is_gelu: whether experts have gelu in its tanh form instead of silu.
+        is_invariant: whether no row's result depends on other rows.
     """
     weights = routing.weights
-    terms = expert_terms(normed, routing, w1, w2, is_weighted=not in_fp32, is_gelu=is_gelu)
+    kind: Any = {"is_gelu": is_gelu, "is_invariant": is_invariant}
+    terms = expert_terms(normed, routing, w1, w2, is_weighted=not in_fp32, **kind)
     if has_shared:
         terms, addend, weights = terms[:, :-1], terms[:, -1], weights[:, :-1]
     late_weights = weights if in_fp32 else None

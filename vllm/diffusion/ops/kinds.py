@@ -13,6 +13,7 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.diffusion.ops.blocks import BlockMethod
 from vllm.diffusion.ops.fp8 import Fp8HeadMethod, Fp8Method, Fp8Projection
+from vllm.diffusion.ops.invariant import InvariantProjection, is_invariant
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
 from vllm.diffusion.ops.packed_checkpoints import (
     AwqMethod,
@@ -192,6 +193,8 @@ def projection_of(layer: ParallelLayer) -> Projection:
 
 def kind_of(layer: ParallelLayer) -> type[Projection]:
     """Return the class of a layer's projection, which is known before its weight is loaded."""
+    if is_invariant(layer):
+        return InvariantProjection
     methods = type(layer.quant_method).__mro__
     return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
 
@@ -207,14 +210,22 @@ def repacked_form(modules: Iterable[torch.nn.Module]) -> str | None:
     return None
 
 
-def kind_of_head(quantisation: object | None) -> type[Projection]:
+def kind_of_head(
+    quantisation: object | None, *, is_batch_invariant: bool = False
+) -> type[Projection]:
     """Return the class of the output head's projection."""
+    if is_batch_invariant:
+        return InvariantProjection
     is_fp8 = isinstance(quantisation, SchemeConfig) and quantisation.has_fp8_head
     return Fp8Projection if is_fp8 else PlainProjection
 
 
-def kinds_of(quantisation: object | None) -> tuple[type[Projection], ...]:
+def kinds_of(
+    quantisation: object | None, *, is_batch_invariant: bool = False
+) -> tuple[type[Projection], ...]:
     """Return all classes of projections that a model may have, by its quantisation config."""
+    if is_batch_invariant:
+        return (InvariantProjection,)
     if quantisation is None:
         return (PlainProjection,)
     if not isinstance(quantisation, SchemeConfig):

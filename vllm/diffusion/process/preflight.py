@@ -39,7 +39,7 @@ _SPECULATION = (
 OUR_FLAGS = frozenset(
     {
         *("dllm-algorithm", "dllm-algorithm-config", "sequence-parallel-size", "version"),
-        *("no-page", "family", "help"),
+        *("no-page", "family", "help", "batch-invariant"),
     }
 )
 _OTHER_TOKENS = ("--tokenizer", "--hf-overrides", "--skip-tokenizer-init", "--hf-config-path")

@@ -29,6 +29,7 @@ class Tiling:
     - 96 columns, or 32 split in two, for at most 64 rows
     - 96 columns split in two, for at most 128 rows
     - 64 columns split in two, for at most 192 rows
+    - 192 columns for at most 128 rows, for STORE
     - for SILU_MUL: 96 columns for at most 64 rows, 192 for at most 128 rows, or tiles of 128 or 256
       rows
 

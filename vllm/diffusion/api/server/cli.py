@@ -98,7 +98,7 @@ def errors_in_one_line(args: Namespace) -> Iterator[None]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add `--dllm-algorithm[-config]`, `--sequence-parallel-size`, `--no-page` and `--family`."""
+    """Add the arguments of diffusion language models."""
     group = parser.add_argument_group(
         "Diffusion", "Settings of diffusion language models: request defaults, ranks, the web page."
     )
@@ -118,6 +118,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RANKS",
         type=int,
         help="GPUs that divide the rows of long steps, each with the same weights",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="give an answer the same bits alone and beside other requests",
     )
     group.add_argument(
         "--version",
@@ -180,6 +185,8 @@ def fold_into_additional_config(args: Namespace) -> None:
         settings["algorithm"] = args.dllm_algorithm
     if args.sequence_parallel_size is not None:
         settings["sequence_parallel_size"] = args.sequence_parallel_size
+    if args.batch_invariant:
+        settings["batch_invariant"] = True
     if args.no_page:
         settings["page"] = False
     if args.family is not None:

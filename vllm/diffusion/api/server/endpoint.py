@@ -397,12 +397,12 @@ class DiffusionEndpoint:
         (_, rates), *_ = capacities
         validator.learn_capacity(min(budget_bytes for budget_bytes, _ in capacities), rates)
         _replace_handlers(state, validator)
+        await _name_fingerprint(engine_client, state, args)
         model_names = args.served_model_name or [args.model]
         state.diffusion_likelihood = LikelihoodHandler(engine_client, validator, model_names)
         settings = settings_of(engine_client.vllm_config)
         state.diffusion_decisions = make_handler(state, model_names, args.model, settings)
-        has_page = settings.page
-        if has_page:
+        if settings.page:
             options = page_options(served, model_names[0], __version__)
             page.install(self._app, options, Status(engine_client))
         tokenizer = engine_client.renderer.tokenizer
@@ -416,7 +416,7 @@ class DiffusionEndpoint:
                 engine_client.model_config.hf_config, "max_position_embeddings", None
             ),
             has_template=bool(args.chat_template or getattr(tokenizer, "chat_template", None)),
-            has_page=has_page,
+            has_page=settings.page,
             engine_ready_at=self._engine_ready_at,
         )
         # From here on the lifecycle watches the engine; this function sends no further calls to
@@ -448,6 +448,17 @@ class DiffusionEndpoint:
         # The gate builds the stack, so this must come first.
         self._app.user_middleware.insert(0, reading)
         gate.install(self._app, lifecycle, args)
+
+
+async def _name_fingerprint(engine_client: EngineClient, state: Any, args: Namespace) -> None:
+    """Make a batch-invariant engine's fingerprint that of OpenAI's responses, unless one is set."""
+    promise, *_ = await engine_client.collective_rpc("promise")
+    if not promise or args.fingerprint_mode == "custom":
+        return
+    for name in ("chat", "completion", "chat_batch"):
+        handler = getattr(state, f"openai_serving_{name}")
+        if handler is not None:
+            handler.system_fingerprint = promise["fingerprint"]
 
 
 def _replace_handlers(state: Any, validator: Validator) -> None:

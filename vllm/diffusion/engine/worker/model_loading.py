@@ -72,6 +72,7 @@ def load_model(
     if vllm_config.model_config.enable_sleep_mode and device.type == "cuda":
         memory = ArenaWeights(model, device)
     order_products(model.layers)
+    _ = model.head  # a projection may need memory to choose its kernels
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     config = vllm_config.model_config.hf_config
     unknown = config.unknown_keys

@@ -12,7 +12,8 @@ import math
 import time
 from contextlib import nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -85,10 +86,12 @@ class DiffusionModelRunner:
         guests: capabilities of some requests that take part in steps; see `join`.
         epoch: number of times that cached results were dropped.
         usage: memory usage of the latest collected step.
+        promise: fields of status and reports that promise equal bits; see `invariance`.
     """
 
     # Set by the worker. Worker extensions of trainers read it here.
     vllm_config: VllmConfig
+    promise: Mapping[str, Any] = MappingProxyType({})  # set by the worker, too
     splits_tails = False
 
     def __init__(

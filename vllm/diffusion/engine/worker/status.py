@@ -40,7 +40,8 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
 
     `pages` counts the pages of cached keys and values, and `used_pages` the pages that requests
     hold. `graphs` is never released. `paused` is held by a step between two slices. Steps use all
-    other bytes. `products` states which kernels multiply few rows.
+    other bytes. `products` states which kernels multiply few rows. `batch_invariant` states whether
+    answers have the same bits alone and beside other requests; then there is a `fingerprint`.
     """
     caches = runner.caches
     return {
@@ -53,6 +54,8 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
         },
         "host_bytes": caches.host_bytes,
         "products": _PRODUCTS[dispatch.card_of(runner.device).tier],
+        "batch_invariant": False,
+        **runner.promise,
         **{name: value for guest in runner.guests for name, value in guest.status().items()},
         "requests": [_of_request(canvas, caches) for canvas in runner.canvases.values()],
     }

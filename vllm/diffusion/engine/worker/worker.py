@@ -19,6 +19,7 @@ from vllm.diffusion.engine.scheduler.window_paging import (
 )
 from vllm.diffusion.engine.worker.adapter_worker import AdapterWorker
 from vllm.diffusion.engine.worker.adapting import AdaptingLoop, load_adapters
+from vllm.diffusion.engine.worker.invariance import promise_of
 from vllm.diffusion.engine.worker.model_loading import (
     join_ranks,
     load_model,
@@ -112,6 +113,7 @@ class DiffusionWorker(AdapterWorker):
             adapters=adapters,
         )
         self.model_runner.vllm_config = self.vllm_config
+        self.model_runner.promise = promise_of(model, self.vllm_config)
         has_reader = adapters is not None and adapters.reader is not None
         loop = AdaptingLoop if has_reader else StepLoop
         self.loop = loop(
@@ -138,6 +140,10 @@ class DiffusionWorker(AdapterWorker):
         runner, device = self.model_runner, self._device()
         backends = runner.model.attention_backends(device)
         return build_info(device, backends, runner.pool, has_graphs=runner.graphs is not None)
+
+    def promise(self) -> dict[str, Any]:
+        """Return whether answers are batch invariant, and the fingerprint, for the API server."""
+        return dict(self.model_runner.promise)
 
     def capacity(self) -> tuple[int, Rates]:
         """Return the bytes available to steps and caches, and the device's rates.

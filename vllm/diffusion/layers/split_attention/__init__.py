@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.diffusion.core import stages
 from vllm.diffusion.core.devices import capability, num_multiprocessors, overlaps
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.core.triton_kernels import IS_INTERPRETED, load_kernels, on_device_of
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.core.spans import AttentionLayout
 
 MAX_SPLITS = 64  # the second kernel holds one row of each part at once
+# Keys of a part, if results must not depend on other rows (`part_keys`).
+FIXED_PART_KEYS = 512
 # Minimum steps of a program over its keys; shorter programs would mostly start and merge.
 _MIN_STEPS = 4
 
@@ -102,6 +105,7 @@ def split_attention(
     *,
     scale: float | None = None,
     window: int = 0,
+    part_keys: int = 0,
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd)) v of every sequence; sums and statistics in fp32.
 
@@ -121,21 +125,25 @@ def split_attention(
         window: number of keys that a row on a grid reads, its own included. The rows of a sequence
             without a grid read, in addition to their block, the `window` - 1 keys before
             `Span.first`, where the block begins. 0 for all keys. The layout must have `firsts`.
+        part_keys: number of keys of every part, counted from a sequence's first key, a multiple of
+            `config.keys`. The parts are then merged in their order, so that a row's result does not
+            depend on other rows, nor on the number of keys that it does not read. 0: parts that
+            keep the GPU busy. Not with a window.
 
     Returns:
         [R, H, hd] contiguous.
 
     Raises:
-        ValueError: the tensors are not of a kind that `can_split`, pages are not whole tiles, or a
-            window lacks `firsts`.
+        ValueError: the tensors are not of a kind that `can_split`, pages or parts are not whole
+            tiles, or a window lacks `firsts` or comes with `part_keys`.
     """
     config = config or WIDE_CONFIGS.get(q.shape[2], CONFIG)
-    _check(q, layout, config, window)
+    _check(q, layout, config, window, part_keys)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.shape[0] and len(layout.key_counts):
         scale = q.shape[2] ** -0.5 if scale is None else scale
-        _launch((q, k, v, out), layout, config, scale=scale, window=window)
+        _launch((q, k, v, out), layout, config, scale=scale, window=window, part_keys=part_keys)
     return out
 
 
@@ -146,6 +154,7 @@ def _launch(
     *,
     scale: float,
     window: int,
+    part_keys: int,
 ) -> None:
     """Launch the kernels; `heads` contains q, k, v and out."""
     q, k, *_ = heads
@@ -163,8 +172,9 @@ def _launch(
             window=window,
             scale=math.log2(math.e) * scale,
             num_tiles=_max_tiles(num_rows, num_sequences, layout.max_queries, group, config.rows),
-            num_splits=_num_splits(q, num_kv_heads, layout, config, window),
+            num_splits=_num_splits(q, num_kv_heads, layout, config, window, part_keys),
             min_keys=_MIN_STEPS * config.keys,
+            part_keys=part_keys,
             max_splits=MAX_SPLITS,
             config=config,
             overlaps=overlaps(q.device),
@@ -172,7 +182,12 @@ def _launch(
 
 
 def _num_splits(
-    q: Tensor, num_kv_heads: int, layout: AttentionLayout[Tensor], config: SplitConfig, window: int
+    q: Tensor,
+    num_kv_heads: int,
+    layout: AttentionLayout[Tensor],
+    config: SplitConfig,
+    window: int,
+    part_keys: int,
 ) -> int:
     """Return the number of parts to split the keys into; arguments as for `split_attention`."""
     num_rows, num_heads, _ = q.shape
@@ -180,11 +195,23 @@ def _num_splits(
     # Lower bound of the tiles with rows. The last sequence of a graph may have only padding rows.
     num_filled = max(tiles, len(layout.key_counts) - 1)
     max_keys = min(layout.max_keys, window + layout.max_queries) if window else layout.max_keys
+    if part_keys:
+        num_parts = -(-max_keys // part_keys)
+        is_apart = choose_splits(
+            num_filled * num_kv_heads, max_keys, config, num_multiprocessors(q.device)
+        )
+        most = stages.FIXED_PART_ROWS * num_multiprocessors(q.device)
+        return num_parts if is_apart > 1 and num_rows * num_heads * num_parts <= most else 1
     return choose_splits(num_filled * num_kv_heads, max_keys, config, num_multiprocessors(q.device))
 
 
-def _check(q: Tensor, layout: AttentionLayout[Tensor], config: SplitConfig, window: int) -> None:
+def _check(
+    q: Tensor, layout: AttentionLayout[Tensor], config: SplitConfig, window: int, part_keys: int
+) -> None:
     pages = layout.pages
+    if part_keys % config.keys or (window and part_keys):
+        wanted = "0 with a window" if window else f"a multiple of {config.keys}"
+        raise ValueError(f"split_attention: part_keys: wanted {wanted}, given {part_keys}")
     if window and layout.firsts is None:
         raise ValueError("split_attention: layout.firsts: wanted with a window, given None")
     if not can_split(q.dtype, q.shape[2], q.device):

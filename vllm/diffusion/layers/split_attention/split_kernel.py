@@ -17,6 +17,7 @@ SEQUENCES = tl.constexpr(512)
 
 
 _MERGED_WIDTH = 1024  # numbers of the parts that a program merges at once
+_FOLDED_NUMBERS = 512  # numbers of the results of a program that folds parts, a power of two
 
 
 @triton.jit
@@ -39,6 +40,97 @@ def _find_tile(number, query_ends, num_sequences, GROUP: tl.constexpr, ROWS: tl.
         first_tile = tl.maximum(first_tile, tl.max(tl.where(is_before, last, 0)))
         before = tl.max(last)
     return sequence, number - first_tile
+
+
+@triton.jit
+def _attend_part(
+    q_tile,
+    k_at,
+    v_at,
+    k_row,
+    v_row,
+    page_rows,
+    first_key,
+    page,
+    start,
+    whole_start,
+    whole_end,
+    end,
+    row_start,
+    row_end,
+    scale,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+):
+    """Return attention [ROWS, HEAD_DIM] to keys [start, end), and log2 of the sum of 2^score.
+
+    All rows read the tiles from `whole_start` to `whole_end` whole. Tiles before these, where some
+    rows' windows begin, and tiles after these are masked.
+    """
+    BEFORE: tl.constexpr = 0
+    WHOLE: tl.constexpr = 1
+    keys = tl.arange(0, KEYS)
+    highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
+    for PHASE in tl.static_range(BEFORE if WINDOW else WHOLE, 3):
+        phase_start = start if PHASE == BEFORE else (whole_start if PHASE == WHOLE else whole_end)
+        phase_end = whole_start if PHASE == BEFORE else (whole_end if PHASE == WHOLE else end)
+        for at in range(phase_start, phase_end, KEYS):
+            if PAGE:
+                tile_row = (page + at % PAGE).to(tl.int64)
+                later = at + KEYS
+                page = tl.load(page_rows + (first_key + later) // PAGE, mask=later < end, other=0)
+            else:
+                tile_row = (first_key + at).to(tl.int64)
+            k_tile_at, v_tile_at = k_at + tile_row * k_row, v_at + tile_row * v_row
+            if PHASE != WHOLE:
+                is_key = at + keys < end
+                k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
+                v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
+            else:
+                k_tile, v_tile = tl.load(k_tile_at), tl.load(v_tile_at)
+            scores = tl.dot(q_tile, k_tile, input_precision="ieee")
+            if PHASE != WHOLE:
+                is_read = (at + keys)[None, :] < row_end[:, None] if HAS_BLOCKS else is_key[None, :]
+                if WINDOW:
+                    is_read &= (at + keys)[None, :] >= row_start[:, None]
+                scores = tl.where(is_read, scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+            base = higher
+            # A row that has read no key has no highest score yet.
+            if PHASE != WHOLE and HAS_BLOCKS:
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores * scale - base[:, None])
+            fade = tl.exp2(highest - base)
+            total = total * fade + tl.sum(weights, axis=1)
+            mixed = tl.dot(
+                weights.to(v_tile.dtype), v_tile, mixed * fade[:, None], input_precision="ieee"
+            )
+            highest = higher
+    # Without keys all sums are zero, and so is the result.
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    return mixed, highest + tl.log2(total)
+
+
+@triton.jit
+def _fold(best, sums, mixed, part, total):
+    """Add a part [SLOTS, HEAD_DIM] with its `total` [SLOTS] to the parts before it.
+
+    Parts without keys have a total of -inf and change nothing. The operations are explicit, so that
+    every kernel that folds parts rounds alike.
+    """
+    higher = tl.maximum(best, total)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade, weight = tl.exp2(best - base), tl.exp2(total - base)
+    has_keys = total != float("-inf")
+    sums = tl.where(has_keys, tl.fma(sums, fade, weight), sums)
+    added = tl.fma(part, weight[:, None], mixed * fade[:, None])
+    return higher, sums, tl.where(has_keys[:, None], added, mixed)
 
 
 # Values that change from step to step must not make Triton compile again.
@@ -83,6 +175,7 @@ def part_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    PART_KEYS: tl.constexpr,  # keys of a part, a multiple of KEYS; 0: as many as keep the GPU busy
     PAGE: tl.constexpr,  # keys of a page, a multiple of KEYS; 0 without a page table
     # Keys that a row on a grid reads, its own included. Rows without a grid read the block that
     # begins with their first row, and one key less before it. 0: no windows.
@@ -110,6 +203,7 @@ def part_kernel(
     is_row = query < num_queries
     row = (first_row + query).to(tl.int64)
     before = 0  # no row of the tile reads the keys before this one
+    row_start, row_end = 0, 0  # unread without windows, and without blocks
     if HAS_BLOCKS:
         block_length = tl.load(block_lengths + known_sequence, cache_modifier=".cg")
         first = tl.load(firsts + known_sequence, cache_modifier=".cg")
@@ -120,8 +214,11 @@ def part_kernel(
         least_start = first - WINDOW + 1 + has_grid * (tile * ROWS // GROUP)
         largest_start = first - WINDOW + 1 + has_grid * ((tile * ROWS + ROWS - 1) // GROUP)
         before = tl.maximum(least_start, 0) // KEYS * KEYS
-    steps = tl.cdiv(tl.cdiv(num_keys - before, num_splits), KEYS)
-    share = tl.maximum(steps * KEYS, MIN_KEYS)
+    if PART_KEYS:
+        share = PART_KEYS if IS_SPLIT else tl.maximum(num_keys, 1)
+    else:
+        steps = tl.cdiv(tl.cdiv(num_keys - before, num_splits), KEYS)
+        share = tl.maximum(steps * KEYS, MIN_KEYS)
     start = before + split * share
     end = tl.minimum(start + share, num_keys)
     read_by_all = end  # all rows read the keys before this one
@@ -132,6 +229,7 @@ def part_kernel(
         row_end = tl.minimum((block + 1) * length, num_keys)
         read_by_all = tl.minimum(end, tl.min(tl.where(is_row, row_end, num_keys)))
         end = tl.minimum(end, tl.max(tl.where(is_row, row_end, 0)))
+    page = 0
     # The page is loaded a tile ahead: loads that waited for it would be pipelined less deeply.
     if PAGE:
         page_at = page_rows + (first_key + start) // PAGE
@@ -158,57 +256,73 @@ def part_kernel(
     )
     k_at = k + keys.to(tl.int64)[None, :] * k_row + kv_head * k_head + columns[:, None]
     v_at = v + keys.to(tl.int64)[:, None] * v_row + kv_head * v_head + columns[None, :]
-    highest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    # All rows read the tiles from `whole_start` to `whole_end` whole, which are most tiles.
-    whole_start, whole_end = start, start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
-    if WINDOW:
-        whole_start = tl.cdiv(tl.maximum(largest_start, start), KEYS) * KEYS
-        whole_start = tl.minimum(whole_start, whole_end)
-    # Tiles before these, where some rows' windows begin, and tiles after these are masked.
-    BEFORE: tl.constexpr = 0
-    WHOLE: tl.constexpr = 1
-    for PHASE in tl.static_range(BEFORE if WINDOW else WHOLE, 3):
-        phase_start = start if PHASE == BEFORE else (whole_start if PHASE == WHOLE else whole_end)
-        phase_end = whole_start if PHASE == BEFORE else (whole_end if PHASE == WHOLE else end)
-        for at in range(phase_start, phase_end, KEYS):
+    if PART_KEYS and not IS_SPLIT:
+        # One program computes all parts, as fold_kernel would fold them.
+        best = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        sums = tl.zeros((ROWS,), dtype=tl.float32)
+        mixed = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
+        for part_start in range(start, end, PART_KEYS):
+            part_end = tl.minimum(part_start + PART_KEYS, end)
+            num_whole = tl.maximum(tl.minimum(read_by_all, part_end) - part_start, 0)
             if PAGE:
-                tile_row = (page + at % PAGE).to(tl.int64)
-                later = at + KEYS
-                page = tl.load(page_rows + (first_key + later) // PAGE, mask=later < end, other=0)
-            else:
-                tile_row = (first_key + at).to(tl.int64)
-            k_tile_at, v_tile_at = k_at + tile_row * k_row, v_at + tile_row * v_row
-            if PHASE != WHOLE:
-                is_key = at + keys < end
-                k_tile = tl.load(k_tile_at, mask=is_key[None, :], other=0.0)
-                v_tile = tl.load(v_tile_at, mask=is_key[:, None], other=0.0)
-            else:
-                k_tile, v_tile = tl.load(k_tile_at), tl.load(v_tile_at)
-            scores = tl.dot(q_tile, k_tile, input_precision="ieee")
-            if PHASE != WHOLE:
-                is_read = (at + keys)[None, :] < row_end[:, None] if HAS_BLOCKS else is_key[None, :]
-                if WINDOW:
-                    is_read &= (at + keys)[None, :] >= row_start[:, None]
-                scores = tl.where(is_read, scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-            base = higher
-            # A row that has read no key has no highest score yet.
-            if PHASE != WHOLE and HAS_BLOCKS:
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores * scale - base[:, None])
-            fade = tl.exp2(highest - base)
-            total = total * fade + tl.sum(weights, axis=1)
-            mixed = tl.dot(
-                weights.to(v_tile.dtype), v_tile, mixed * fade[:, None], input_precision="ieee"
+                page = tl.load(page_rows + (first_key + part_start) // PAGE)
+            part, total = _attend_part(
+                q_tile,
+                k_at,
+                v_at,
+                k_row,
+                v_row,
+                page_rows,
+                first_key,
+                page,
+                part_start,
+                part_start,
+                part_start + num_whole // KEYS * KEYS,
+                part_end,
+                row_start,
+                row_end,
+                scale,
+                ROWS,
+                HEAD_DIM,
+                KEYS,
+                PAGE,
+                WINDOW,
+                HAS_BLOCKS,
             )
-            highest = higher
-
-    # Without keys all sums are zero, and so is the result.
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+            best, sums, mixed = _fold(best, sums, mixed, part, total)
+        mixed = mixed / tl.where(sums == 0.0, 1.0, sums)[:, None]
+        total = best
+    else:
+        # All rows read the tiles from `whole_start` to `whole_end` whole, which are most tiles.
+        whole_start, whole_end = start, start + tl.maximum(read_by_all - start, 0) // KEYS * KEYS
+        if WINDOW:
+            whole_start = tl.cdiv(tl.maximum(largest_start, start), KEYS) * KEYS
+            whole_start = tl.minimum(whole_start, whole_end)
+        mixed, total = _attend_part(
+            q_tile,
+            k_at,
+            v_at,
+            k_row,
+            v_row,
+            page_rows,
+            first_key,
+            page,
+            start,
+            whole_start,
+            whole_end,
+            end,
+            row_start,
+            row_end,
+            scale,
+            ROWS,
+            HEAD_DIM,
+            KEYS,
+            PAGE,
+            WINDOW,
+            HAS_BLOCKS,
+        )
     if IS_SPLIT:
-        tl.store(totals + slot, highest + tl.log2(total), mask=is_row)
+        tl.store(totals + slot, total, mask=is_row)
         at_part = slot[:, None] * HEAD_DIM + columns[None, :]
         tl.store(parts + at_part, mixed, mask=is_row[:, None])
     else:
@@ -256,6 +370,44 @@ def merge_kernel(
     tl.store(out + slot * HEAD_DIM + columns, mixed.to(out.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["num_slots", "num_splits"])
+def fold_kernel(
+    parts,  # [splits, R, H, hd] fp32; parts without keys are not read
+    totals,  # [splits, R, H] fp32
+    out,  # [R, H, hd], written
+    num_slots,  # R * H
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,  # slots of a program
+    OVERLAPS: tl.constexpr,
+):
+    """Merge the parts of each slot one after another, whatever their number."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    slots = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    is_slot = slots < num_slots
+    columns = tl.arange(0, HEAD_DIM)
+    best = tl.full((SLOTS,), float("-inf"), dtype=tl.float32)
+    sums = tl.zeros((SLOTS,), dtype=tl.float32)
+    mixed = tl.zeros((SLOTS, HEAD_DIM), dtype=tl.float32)
+    for split in range(num_splits):
+        at = tl.cast(split, tl.int64) * num_slots + slots
+        total = tl.load(totals + at, mask=is_slot, other=float("-inf"))
+        part = tl.load(
+            parts + at[:, None] * HEAD_DIM + columns[None, :],
+            mask=(total != float("-inf"))[:, None],
+            other=0.0,
+        )
+        best, sums, mixed = _fold(best, sums, mixed, part, total)
+    mixed = mixed / tl.where(sums == 0.0, 1.0, sums)[:, None]
+    tl.store(
+        out + slots[:, None] * HEAD_DIM + columns[None, :],
+        mixed.to(out.dtype.element_ty),
+        mask=is_slot[:, None],
+    )
+
+
 def launch(
     heads: tuple[Tensor, Tensor, Tensor, Tensor],
     sequences: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
@@ -267,6 +419,7 @@ def launch(
     num_tiles: int,
     num_splits: int,
     min_keys: int,
+    part_keys: int,
     max_splits: int,
     config,
     overlaps: bool,
@@ -303,6 +456,7 @@ def launch(
         ROWS=config.rows,
         KEYS=config.keys,
         MIN_KEYS=min_keys,
+        PART_KEYS=part_keys,
         PAGE=page_size,
         WINDOW=window,
         HAS_BLOCKS=sequences[3] is not None,
@@ -313,13 +467,17 @@ def launch(
         num_stages=config.num_stages,
     )
     if parts is not None and totals is not None:
-        _launch_merge(parts, totals, out, max_splits, overlaps)
+        _launch_merge(parts, totals, out, 0 if part_keys else max_splits, overlaps)
 
 
 def _launch_merge(
     parts: Tensor, totals: Tensor, out: Tensor, max_splits: int, overlaps: bool
 ) -> None:
+    """Merge at most `max_splits` parts, or with 0 any number of them, one after another."""
     num_splits, num_rows, num_heads, head_dim = parts.shape
+    if not max_splits:
+        _launch_fold(parts, totals, out, overlaps)
+        return
     merge_kernel[(num_rows * num_heads,)](
         parts,
         totals,
@@ -332,4 +490,21 @@ def _launch_merge(
         OVERLAPS=overlaps,
         launch_pdl=overlaps,
         num_warps=1 if head_dim <= 128 else 2,
+    )
+
+
+def _launch_fold(parts: Tensor, totals: Tensor, out: Tensor, overlaps: bool) -> None:
+    num_splits, num_rows, num_heads, head_dim = parts.shape
+    num_slots, slots = num_rows * num_heads, max(_FOLDED_NUMBERS // head_dim, 1)
+    fold_kernel[(triton.cdiv(num_slots, slots),)](
+        parts,
+        totals,
+        out,
+        num_slots,
+        num_splits,
+        HEAD_DIM=head_dim,
+        SLOTS=slots,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
+        num_warps=4,
     )

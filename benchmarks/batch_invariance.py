@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a denoising step with and without batch invariance, in turns.
+
+    benchmarks/batch_invariance.py [--family llada] [--requests 1 1 64] [--rows 32 256 32]
+        [--turns 2] [--num-layers N] [--output-dir results/batch_invariance]
+
+The model has a released shape and random weights. A case is a number of concurrent requests, each
+with a number of rows: alone, a request computes its prompt and its canvas in every step (`cache:
+none`); several requests compute a block of so many rows over kept keys (`cache: dual`; exact ones
+for block-causal families). Engines without and with `batch_invariant` are started in turns, so that
+a change of the card's clock affects both.
+
+    usual      milliseconds of a step on the device without batch invariance, the median of turns
+    invariant  the same with batch invariance
+    ratio      the latter over the former
+    spread     the largest ratio of the medians of two turns of the same kind
+
+Written: batch_invariance.json.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
+
+from benchmarks import harness, windows
+from benchmarks.harness import Table, positive
+from benchmarks.shapes import Shape
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+COLUMNS = {"family": "<12", "requests": ">8", "rows": ">6", "usual ms": ">9.3f"}
+COLUMNS |= {"invariant": ">10.3f", "ratio": ">6.3f", "spread": ">7.3f"}
+ATTRIBUTES = "family num_requests num_rows usual_ms invariant_ms ratio spread"
+CONTEXT = 128  # positions before a block over kept keys
+MIN_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Concurrent requests, each with `num_rows` rows in a step."""
+
+    num_requests: int
+    num_rows: int
+
+    def sizes(self, shape: Shape) -> tuple[int, int]:
+        """Return the tokens of a request's prompt, and of its canvas."""
+        if self.num_requests > 1:
+            return CONTEXT, shape.block_length or self.num_rows
+        canvas = shape.block_length or min(self.num_rows // 2, 32)
+        return self.num_rows - canvas, canvas
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one case; times in milliseconds."""
+
+    family: str
+    num_requests: int
+    num_rows: int
+    usual_ms: float
+    invariant_ms: float
+    ratio: float
+    spread: float
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse_arguments(arguments)
+    cases = [Case(*case) for case in zip(options.requests, options.rows, strict=True)]
+    times: dict[tuple[bool, Case], list[float]] = {}
+    for _ in range(options.turns):
+        for is_invariant in (False, True):
+            for case, ms in turn(options, cases, is_invariant=is_invariant).items():
+                times.setdefault((is_invariant, case), []).append(ms)
+    table = Table(COLUMNS, ATTRIBUTES)
+    for case in cases:
+        usual, invariant = (times[kind, case] for kind in (False, True))
+        medians = statistics.median(usual), statistics.median(invariant)
+        spread = max(max(some) / min(some) for some in (usual, invariant))
+        ratio = medians[1] / medians[0]
+        numbers = (case.num_requests, case.num_rows, *medians, ratio, spread)
+        table.add(Row(options.family, *numbers))
+    harness.write("batch_invariance", options, table.rows)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = harness.Parser("batch_invariance", __doc__)
+    parser.shape("llada")
+    parser.option("--requests", (1, 1, 64), "concurrent requests of each case", type=positive)
+    parser.option("--rows", (32, 256, 32), "rows of each request, by case", type=positive)
+    parser.option("--turns", 2, "engines of each kind", type=positive)
+    options = parser.parse_args(arguments)
+    if len(options.requests) != len(options.rows):
+        parser.error("--requests and --rows: wanted a number of each for every case")
+    return options
+
+
+def turn(
+    options: argparse.Namespace, cases: Sequence[Case], *, is_invariant: bool
+) -> dict[Case, float]:
+    """Return the milliseconds of a step of every case, in an engine of its own."""
+    shape = Shape.of(harness.configuration_of(options))
+    settings: dict[str, Any] = {"num_speculative_states": 0, "longest_pause_ms": 0}
+    if is_invariant:
+        settings["batch_invariant"] = True
+    length = max(sum(case.sizes(shape)) for case in cases)
+    with in_process.engine_of(
+        options,
+        max_model_len=length + 64,
+        max_num_seqs=max(case.num_requests for case in cases),
+        additional_config={"dllm": settings},
+    ) as (llm, runner):
+        return {case: step_ms(llm, runner, shape, case) for case in cases}
+
+
+def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> float:
+    """Return the median time of the steps in which all requests take part, after a warm-up."""
+    context, canvas = case.sizes(shape)
+    prompts = in_process.random_prompts(case.num_requests, context, shape.vocab_size)
+    if case.num_requests > 1 or shape.block_length:
+        parameters = windows.kept_parameters(shape, canvas, canvas)
+    else:
+        parameters = {"algorithm": "semi_ar", "steps": canvas}
+        parameters |= {"gen_length": canvas, "block_length": canvas}
+    for _ in range(2):
+        steps = in_process.timed_steps(llm, runner, prompts, parameters)
+    num_rows = case.num_requests * (canvas if case.num_requests > 1 else context + canvas)
+    whole = [s.device_ms or s.step_ms for s in steps if s.num_rows == num_rows]
+    if len(whole) < MIN_STEPS:
+        raise harness.BenchmarkError(
+            f"wanted {MIN_STEPS} steps of {num_rows} rows, got {len(whole)} of {len(steps)} steps"
+        )
+    return statistics.median(whole)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

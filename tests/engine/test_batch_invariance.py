@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch-invariant engine gives an answer the same bits alone and beside other requests.
+
+The weights are random, so that two tokens are often nearly equal and a changed bit shows.
+Trajectories are compared with their log probabilities, which show changed bits, too.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_dummy_checkpoint import write_checkpoint
+
+from tests.engine.harness import (
+    DETERMINISTIC,
+    Engine,
+    Request,
+    Response,
+    engine_config,
+    running,
+)
+from vllm.diffusion.config import settings_of
+from vllm.diffusion.ops import dispatch
+from vllm_add_llada.cuda_kernels.fused_ops import Tiling
+
+INVARIANT: dict[str, Any] = {"dllm": {**DETERMINISTIC["dllm"], "batch_invariant": True}}
+WEIGHT_STD = 0.02
+VOCABULARY = range(300, 30_000)  # ordinary tokens of all released models
+
+
+CACHES = {"dream": ("none", "frozen")}
+BLOCK_FAMILIES = ("sdar", "llada2", "nemotron")
+
+
+def requests(
+    count: int, vocabulary: range, *, most_prompt: int, seed: int = 0, family: str = "llada"
+) -> list[Request]:
+    """Draw requests with prompts and parameters of many kinds."""
+    caches = CACHES.get(family, ("none", "dual", "prefix"))
+    draw = random.Random(seed)
+    made = []
+    for number in range(count):
+        prompt = draw.choices(vocabulary, k=draw.randint(1, most_prompt))
+        gen_length = draw.choice((32, 64) if family in BLOCK_FAMILIES else (16, 32))
+        extra: dict[str, Any] = {
+            "gen_length": gen_length,
+            "return_trajectory": True,
+            "seed": number,
+            "ignore_eos": True,
+        }
+        if family not in BLOCK_FAMILIES:
+            extra |= {"steps": draw.choice((8, 16)), "cache": caches[number % len(caches)]}
+            extra |= {} if family == "dream" else {"block_length": draw.choice((8, 16))}
+        extra |= draw.choice(({}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}))
+        made.append(Request(prompt, extra))
+    return made
+
+
+def bits(answer: Response) -> tuple[Any, ...]:
+    """Return everything about an answer that rounding can change."""
+    trajectory = answer.report["trajectory"]
+    return tuple(tuple(trajectory[name]) for name in ("token_ids", "commit_steps", "logprobs"))
+
+
+def check_beside(
+    engine: Engine, asks: Sequence[Request], others: Sequence[Request], counts: Sequence[int]
+) -> list[tuple[Any, ...]]:
+    """Check that each request's bits are the same alone and beside other requests; return them."""
+    alone = [bits(engine.ask(ask)[0]) for ask in asks]
+    for count in counts:
+        group = max(1, min(len(asks), count + 1))
+        for start in range(0, len(asks), group):
+            some = asks[start : start + group]
+            beside = [*others[: count + 1 - len(some)], *some]
+            random.Random(start).shuffle(beside)
+            answers = engine.ask(*beside)
+            for number, ask in enumerate(some, start):
+                assert bits(answers[beside.index(ask)]) == alone[number], (count, number)
+    return alone
+
+
+# ---- on the CPU, where products are computed row by row ----
+
+
+@pytest.mark.parametrize("family", ["mha", "gqa", "dream", "sdar", "nemotron"])
+def test_answers_do_not_depend_on_others(family: str, checkpoint: Callable[[str], Path]) -> None:
+    asks, others = (
+        requests(6, range(5, 200), most_prompt=40, seed=seed, family=family) for seed in (1, 2)
+    )
+    with running(checkpoint(family), max_num_seqs=16, additional_config=INVARIANT) as engine:
+        alone = check_beside(engine, asks, others, (1, 9))
+        drafting = [replace(ask, extra={**ask.extra, "num_speculative_states": 3}) for ask in asks]
+        for ask, wanted in zip(drafting, alone, strict=True) if family != "nemotron" else ():
+            assert bits(engine.ask(ask)[0]) == wanted
+
+
+def test_reports_and_status_have_the_fingerprint(checkpoint: Callable[[str], Path]) -> None:
+    ask = requests(1, range(5, 200), most_prompt=20)[0]
+    seen = []
+    for name in ("mha", "mha", "gqa"):
+        with running(checkpoint(name), additional_config=INVARIANT) as engine:
+            report = engine.ask(ask)[0].report
+            (status,) = engine.llm.collective_rpc("status")
+            assert report["batch_invariant"] is status["batch_invariant"] is True
+            assert report["fingerprint"] == status["fingerprint"]
+            assert "refreshed_early" not in report
+            seen.append(report["fingerprint"])
+    assert seen[0] == seen[1] != seen[2]
+    assert all(re.fullmatch("[0-9a-f]{16}", fingerprint) for fingerprint in seen)
+    with running(checkpoint("mha")) as engine:
+        assert "batch_invariant" not in engine.ask(ask)[0].report
+        assert engine.llm.collective_rpc("status")[0]["batch_invariant"] is False
+
+
+@pytest.mark.parametrize("by", ["variable", "setting"])
+def test_the_mode_is_turned_on(
+    by: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("mha")
+    assert not settings_of(engine_config(folder)).batch_invariant
+    given: dict[str, Any] = {}
+    if by == "variable":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    else:
+        given = {"additional_config": {"dllm": {"batch_invariant": True}}}
+    assert settings_of(engine_config(folder, **given)).batch_invariant
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "match"),
+    [
+        ("mha", {"quantization": "int4"}, "with quantization int4; wanted none"),
+        ("mha", {"quantization": "fp8"}, "with quantization fp8; wanted none"),
+        ("mha", {"enable_lora": True}, "with LoRA adapters; wanted none"),
+        ("moe", {}, "with experts on the CPU; wanted a dense model, or a GPU"),
+        ("mha", {"tensor_parallel_size": 2}, "with tensor_parallel_size above 1; wanted 1"),
+    ],
+)
+def test_what_may_round_by_other_requests_is_refused(
+    name: str, given: dict[str, Any], match: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ValueError, match=f"batch_invariant: given {match}"):
+        engine_config(checkpoint(name), additional_config=INVARIANT, **given)
+
+
+# ---- on a GPU, with the width of released models ----
+
+
+@contextmanager
+def wide_engine(folder: Path, **settings: Any) -> Iterator[Engine]:
+    """Start an engine on random weights drawn from a fixed seed."""
+    given = {"max_num_seqs": 64, "max_model_len": 1024, "additional_config": INVARIANT}
+    given |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.5}
+    with running(folder, **(given | settings)) as engine:
+        generator = torch.Generator("cuda").manual_seed(3)
+        with torch.no_grad():
+            for name, weight in engine.runner.model.named_parameters():
+                if weight.dim() > 1:
+                    std = 1.0 if "embed_tokens" in name else WEIGHT_STD
+                    weight.normal_(std=std, generator=generator)
+                else:
+                    weight.fill_(0.0 if name.endswith("bias") else 1.0)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of two layers of LLaDA-8B."""
+    folder = tmp_path_factory.mktemp("llada")
+    write_checkpoint(folder, "llada", num_layers=2)
+    return folder
+
+
+@pytest.mark.gpu
+def test_a_wide_model_has_the_same_bits_beside_others_and_without_graphs(llada: Path) -> None:
+    asks = requests(24, VOCABULARY, most_prompt=300, seed=1)
+    others = requests(63, VOCABULARY, most_prompt=600, seed=2)
+    with wide_engine(llada) as engine:
+        alone = check_beside(engine, asks, others, (1, 7, 63))
+        drafting = [replace(ask, extra={**ask.extra, "num_speculative_states": 7}) for ask in asks]
+        assert [bits(engine.ask(ask)[0]) for ask in drafting] == alone
+    with wide_engine(llada, enforce_eager=True, max_num_batched_tokens=1024) as engine:
+        answers = engine.ask(*asks)
+        assert [bits(answer) for answer in answers] == alone
+
+
+@pytest.mark.gpu
+def test_a_tiling_that_rows_choose_is_noticed(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison fails if one weight's order depends on rows, as in the usual mode."""
+    ordered = dispatch.ordered_tiling
+
+    def by_rows(rows: int, columns: int, depth: int, *given: Any, **options: Any) -> Any:
+        if (columns, depth) == (4096, 12_288):
+            return Tiling(64, split=2) if rows <= 32 else None
+        return ordered(rows, columns, depth, *given, **options)
+
+    monkeypatch.setattr(dispatch, "ordered_tiling", by_rows)
+    monkeypatch.setattr(
+        dispatch,
+        "order_of",
+        lambda columns, depth, **_: dispatch.Order(1, depth <= 4096 < columns),
+    )
+    asks = requests(10, VOCABULARY, most_prompt=8, seed=1)
+    others = requests(63, VOCABULARY, most_prompt=600, seed=2)
+    with (
+        wide_engine(llada) as engine,
+        pytest.raises(AssertionError, match=r"assert \(\("),
+    ):
+        check_beside(engine, asks, others, (63,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["dream", "sdar", "llada-moe", "llada2", "nemotron"])
+def test_other_families_have_the_same_bits_beside_others(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family, num_layers=2)
+    asks = requests(9, VOCABULARY, most_prompt=200, seed=1, family=family)
+    others = requests(31, VOCABULARY, most_prompt=400, seed=2, family=family)
+    with wide_engine(tmp_path, max_num_seqs=32) as engine:
+        check_beside(engine, asks, others, (1, 31))

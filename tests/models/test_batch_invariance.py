@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of a batch-invariant engine: a row has the same bits alone and beside other rows."""
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from tests.models.split_kernel import plain_attention
+from tests.pages import in_pages
+from vllm.diffusion import ops
+from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.spans import AttentionLayout, Span
+from vllm.diffusion.layers.attention_backends import attend_invariantly
+from vllm.diffusion.layers.split_attention import FIXED_PART_KEYS, split_attention
+from vllm.diffusion.ops import dispatch
+
+H200 = dispatch.DeviceInfo(dispatch.KernelTier.HOPPER, 132)
+# Columns and depth of weights: qkv, output, gate and up, down, head.
+USES = ("project", "add_to", "gated", "add_to", "head")
+SHAPES = {
+    "llada": [(12_288, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (126_464, 4096)],
+    "dream": [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (152_064, 3584)],
+    "sdar": [(6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (151_936, 4096)],
+    "llada-moe": [(6144, 2048), (2048, 2048), (2048, 2048), (2048, 1024), (157_184, 2048)],
+    "llada2": [(3072, 2048), (2048, 2048), (10_240, 2048), (2048, 5120), (157_184, 2048)],
+}
+MOST_ROWS = 4096
+MOST_NUMBERS = 1 << 29  # numbers of a product in these tests
+
+
+def invariant(weight: Tensor, bias: Tensor | None = None) -> ops.InvariantProjection:
+    layer: Any = SimpleNamespace(quant_method=UnquantizedLinearMethod(), weight=weight, bias=bias)
+    return ops.InvariantProjection(layer)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal, the sign of zero included."""
+    kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
+
+
+# ---- the table of orders ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "may_use_cublas"),
+    [
+        ((12_288, 4096), 1, True),
+        ((24_576, 4096), 1, True),
+        ((126_464, 4096), 1, True),
+        ((4096, 4096), 2, False),
+        ((4096, 12_288), 2, False),
+        ((6144, 4096), 2, False),
+        ((4608, 3584), 1, False),
+        ((12_288, 8192), 1, False),
+    ],
+)
+def test_a_weight_has_one_order(shape: Any, parts: int, may_use_cublas: bool) -> None:
+    order = dispatch.order_of(*shape, gated=False, card=H200)
+    assert order == (parts, may_use_cublas)
+    assert dispatch.order_of(*shape, gated=True, card=H200).parts == 1
+    on_cpu = dispatch.order_of(*shape, gated=False, card=dispatch.NO_CARD)
+    assert on_cpu.parts == 1
+
+
+@pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes])
+def test_rows_only_choose_among_tilings_of_that_order(shape: Any) -> None:
+    for gated in (False, True):
+        order = dispatch.order_of(*shape, gated=gated, card=H200)
+        for rows in range(1, 400):
+            tiling = dispatch.ordered_tiling(rows, *shape, order, gated=gated, card=H200)
+            assert tiling is None or tiling.split == order.parts
+        usual = dispatch.linear_tiling(1, *shape, gated=gated, card=H200)
+        assert dispatch.ordered_tiling(1, *shape, order, gated=gated, card=H200) == usual
+
+
+# ---- the reference on the CPU ----
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_use_computes_its_product_whatever_the_other_rows(has_bias: bool) -> None:
+    bias = numbers(48, seed=2) if has_bias else None
+    projection, scratch = invariant(numbers(48, 64, seed=1), bias), FreshBuffers("cpu")
+    x, target = numbers(37, 64, seed=3), numbers(37, 48, seed=4)
+    product = functional.linear(x, numbers(48, 64, seed=1), bias)
+
+    def results(rows: slice) -> list[Tensor]:
+        given, outs = x[rows], [torch.empty(len(x[rows]), width) for width in (48, 8, 24, 48)]
+        projection.project(given, outs[0], scratch)
+        projection.project(given, outs[1], scratch, slice(8, 16))
+        projection.gated(given, outs[2], scratch)
+        projection.multiply(given, outs[3], scratch)
+        added = target[rows].clone()
+        projection.add_to(added, given, scratch)
+        return [*outs, added]
+
+    whole = results(slice(None))
+    gate, up = product.chunk(2, dim=1)
+    wanted = [product, product[:, 8:16], functional.silu(gate) * up, product, target + product]
+    for found, expected in zip(whole, wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for rows in (slice(0, 1), slice(5, 22), slice(36, 37)):
+        assert all(is_same(a, b[rows]) for a, b in zip(results(rows), whole, strict=True))
+
+
+def test_parts_of_the_depth_have_no_order() -> None:
+    projection = invariant(numbers(8, 16, seed=1))
+    assert not projection.can_slice
+    with pytest.raises(ValueError, match=r"features: given slice.*wanted all"):
+        projection.add_to(torch.zeros(2, 8), torch.zeros(2, 8), FreshBuffers("cpu"), slice(0, 8))
+
+
+def test_attention_on_the_cpu_reads_row_by_row() -> None:
+    spans = [Span(0, 9, 7, 177, 4, 161), Span(9, 14, 20, 100), Span(14, 15, 190, 200, 6, 3)]
+    q = numbers(15, 4, 16, seed=1)
+    k, v = (numbers(200, 2, 16, seed=seed) for seed in (2, 3))
+    whole = attend_invariantly(q, k, v, AttentionLayout.of(spans, "cpu"))
+    torch.testing.assert_close(
+        whole.double(), plain_attention(q, k, v, spans), rtol=1e-5, atol=1e-5
+    )
+    part = AttentionLayout.of([Span(0, 5, 7, 177, 4, 165)], "cpu")
+    assert is_same(attend_invariantly(q[4:9], k, v, part), whole[4:9])
+
+
+# ---- equal bits on a GPU ----
+
+
+def cases(seed: int, count: int, most_rows: int = MOST_ROWS) -> Iterator[tuple[int, int, slice]]:
+    """Yield the rows of a larger batch, those of a smaller one, and their place in the former."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        few = draw.randint(1, min(300, most_rows))
+        many = draw.choice((few, draw.randint(few, most_rows), min(few + 1, most_rows)))
+        start = draw.randint(0, many - few)
+        yield many, few, slice(start, start + few)
+
+
+@pytest.fixture(scope="module")
+def tensors() -> Callable[..., Tensor]:
+    """Return a function that draws bf16 tensors on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(20261129)
+
+    def draw(*shape: int, std: float = 1.0) -> Tensor:
+        drawn = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        return drawn.normal_(std=std, generator=generator)
+
+    return draw
+
+
+CASES = sorted(
+    {(use, *shape) for shapes in SHAPES.values() for use, shape in zip(USES, shapes, strict=True)}
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("use", "columns", "depth"), CASES)
+def test_products_have_the_same_bits(
+    tensors: Any, use: str, columns: int, depth: int, has_bias: bool
+) -> None:
+    bias = tensors(columns) if has_bias else None
+    projection = invariant(tensors(columns, depth, std=0.02), bias)
+    scratch, most = FreshBuffers("cuda"), min(MOST_ROWS, MOST_NUMBERS // columns)
+    x, target = tensors(most, depth), tensors(most, columns)
+
+    def results(rows: slice) -> list[Tensor]:
+        given, added = x[rows], target[rows].clone()
+        out = torch.empty_like(added)
+        projection.project(given, out, scratch)
+        if use == "add_to":
+            projection.add_to(added, given, scratch)
+        elif use == "gated":
+            added = added.new_empty(len(given), columns // 2)
+            projection.gated(given, added, scratch)
+        return [out, added]
+
+    whole = results(slice(0, most))
+    for many, few, place in cases(columns + depth, 6 if use == "head" else 25, most):
+        alone, beside = results(slice(place.start, place.stop)), results(slice(0, many))
+        for a, b, c in zip(alone, beside, whole, strict=True):
+            assert is_same(a, c[place]), (many, few, place)
+            assert is_same(b, c[:many]), (many, few, place)
+
+
+HEADS = [(32, 32), (28, 4), (16, 4)]
+
+
+def attention_case(draw: random.Random, most_keys: int) -> tuple[list[Span], int]:
+    """Draw sequences with windows anywhere, and with blocks of 0, 4 or 32; return the keys, too."""
+    spans, row, key = [], 0, 0
+    for _ in range(draw.randint(1, 9)):
+        num_keys = draw.choice((draw.randint(1, 700), draw.randint(1, most_keys)))
+        num_rows = min(draw.randint(1, 300), num_keys)
+        block = draw.choice((0, 4, 32))
+        first = num_keys - num_rows if block else 0
+        spans.append(Span(row, row + num_rows, key, key + num_keys, block, first))
+        row, key = row + num_rows, key + -(-num_keys // PAGE_SIZE) * PAGE_SIZE
+    return spans, key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_has_the_same_bits(tensors: Any, heads: tuple[int, int], is_paged: bool) -> None:
+    draw = random.Random(sum(heads) + is_paged)
+    num_heads, num_kv_heads = heads
+    for number in range(30):
+        spans, num_keys = attention_case(draw, 20_000 if number % 5 == 0 else 3000)
+        q = tensors(spans[-1].q_end, num_heads, 128)
+        k, v = tensors(num_keys, num_kv_heads, 128), tensors(num_keys, num_kv_heads, 128)
+        pages = None
+        if is_paged:
+            k, v, pages = in_pages(k, v, PAGE_SIZE)
+        whole = attend_invariantly(q, k, v, AttentionLayout.of(spans, "cuda", pages))
+        bounded = AttentionLayout.of(spans, "cuda", pages)
+        bounded = bounded._replace(max_keys=bounded.max_keys + draw.randint(0, 9000), spans=None)
+        assert is_same(attend_invariantly(q, k, v, bounded), whole), (number, spans)
+        for span in spans:
+            start = draw.randint(span.q_start, span.q_end - 1)
+            stop = draw.randint(start + 1, span.q_end)
+            first = span.first + start - span.q_start if span.block_length else span.first
+            part = span._replace(q_start=0, q_end=stop - start, first=first)
+            if span.block_length:  # as if the answer ended there
+                end = span.keys_read_by(stop - 1 - span.q_start)
+                part = part._replace(kv_end=span.kv_start + end)
+            layout = AttentionLayout.of([part], "cuda", pages)
+            found = attend_invariantly(q[start:stop], k, v, layout)
+            assert is_same(found, whole[start:stop]), (number, span, start, stop)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 500, 512, 513, 4000])
+def test_attention_matches_its_definition(tensors: Any, num_keys: int) -> None:
+    spans = [Span(0, 33, 0, num_keys), Span(33, 40, 0, num_keys, 4, max(num_keys - 7, 0))]
+    q, k, v = tensors(40, 8, 128), tensors(num_keys, 4, 128), tensors(num_keys, 4, 128)
+    wanted = plain_attention(q, k, v, spans)
+    found = attend_invariantly(q, k, v, AttentionLayout.of(spans, "cuda"))
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < 1.2e-2
+    usual = split_attention(q, k, v, AttentionLayout.of(spans, "cuda"))
+    if num_keys <= FIXED_PART_KEYS // 2:  # one part in both
+        assert is_same(found, usual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_head_and_candidates_have_the_same_bits(tensors: Any, temperature: float) -> None:
+    vocab_size, most = 126_464, 700
+    projection, scratch = invariant(tensors(vocab_size, 4096, std=0.02)), FreshBuffers("cuda")
+    x = tensors(most, 4096)
+    positions = torch.arange(most, device="cuda")
+
+    def sampled(rows: slice) -> tuple[Tensor, ...]:
+        logits = x.new_empty(len(x[rows]), vocab_size)
+        projection.project(x[rows], logits, scratch)
+        chosen = ops.Rows(temperature=temperature, seed=7, step=3, positions=positions[rows])
+        found = ops.candidates(logits, chosen, "confidence", first_column=0, vocab_size=vocab_size)
+        return found.token, found.score, found.greedy
+
+    whole = sampled(slice(0, most))
+    for many, _, place in cases(5, 25, most):
+        alone, beside = sampled(place), sampled(slice(0, many))
+        assert all(torch.equal(a, w[place]) for a, w in zip(alone, whole, strict=True))
+        assert all(torch.equal(b, w[:many]) for b, w in zip(beside, whole, strict=True))
+
+
+EXPERTS = [(64, 8, 2048, 1024, ops.SOFTMAX), (128, 8, 2048, 768, ops.Scoring(is_normalised=True))]
+EXPERTS += [
+    (256, 8, 2048, 512, ops.Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "chosen", "width", "inner", "scoring"), EXPERTS)
+def test_experts_have_the_same_bits(
+    tensors: Any, count: int, chosen: int, width: int, inner: int, scoring: Any
+) -> None:
+    most = 3000
+    gate = tensors(count, width, std=0.02)
+    w1 = ops.DenseExperts(tensors(count, 2 * inner, width, std=0.02))
+    w2 = ops.DenseExperts(tensors(count, width, inner, std=0.02))
+    normed = tensors(most, width)
+    # Near ties of experts, in which a change of one bit shows.
+    normed[: most // 2] = normed[:1] + 1e-2 * normed[: most // 2]
+
+    def results(rows: slice) -> tuple[Tensor, Tensor]:
+        routing = ops.route_rows(normed[rows], gate, chosen, scoring=scoring, is_invariant=True)
+        options: Any = {"is_weighted": not scoring.in_fp32, "is_invariant": True}
+        return routing.weights, ops.expert_terms(normed[rows], routing, w1, w2, **options)
+
+    whole = results(slice(0, most))
+    for many, few, place in cases(count, 40, most):
+        alone, beside = results(place), results(slice(0, many))
+        for a, b, w in zip(alone, beside, whole, strict=True):
+            assert is_same(a, w[place]) and is_same(b, w[:many]), (many, few, place)
