@@ -30,6 +30,8 @@ GROUPS = (
             "/v1/messages": "Answer a conversation (Anthropic messages)",
             "/v1/completions": "Continue a text (OpenAI completions)",
             "/v1/fim/completions": "Write the text between a prompt and a suffix (Inception)",
+            "/v1/edit/completions": "Predict the next edit of code (Inception)",
+            "/v1/apply/completions": "Merge a snippet with code (Inception)",
             "/generate": "Denoise one or more canvases, with every diffusion parameter",
             "/v1/chat/completions/batch": "Answer several conversations in one request",
             "/invocations": "Chat or completions, by the fields of the body (SageMaker)",

@@ -23,6 +23,7 @@ from vllm.diffusion.api.decisions.calls import DecisionsBody, refuse_openai_body
 from vllm.diffusion.api.decisions.serving import DecisionsHandler, make_handler
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import shown
+from vllm.diffusion.api.editing.revisions import RevisionHandler
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.likelihood.loglikelihood import (
     LikelihoodHandler,
@@ -466,6 +467,7 @@ def _replace_handlers(state: Any, validator: Validator) -> None:
     state.openai_serving_chat = replace_handler(
         state.openai_serving_chat, DiffusionServingChat, validator
     )
+    state.diffusion_revisions = RevisionHandler(state.openai_serving_chat, validator)
     state.openai_serving_completion = replace_handler(
         state.openai_serving_completion, DiffusionServingCompletion, validator
     )

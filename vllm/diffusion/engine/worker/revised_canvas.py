@@ -9,7 +9,6 @@ copies of the canvas in which a part of its tokens is masked. They commit nothin
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vllm.diffusion.decoding import BatchedCommit, Candidates
-    from vllm.diffusion.engine.messages import NewCanvas, StepResult
+    from vllm.diffusion.decoding import BatchedCommit, Candidates, DecodingRule
+    from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.visibility import Visibility
@@ -63,6 +62,7 @@ class RevisedCanvas(Canvas):
         self._rounds_left = self._revision.rounds
         self._known_texts = set[bytes]()
         self._num_remasked = 0
+        self._use_rule(self.rule)
         self._scores: StripedScores | None = None
         self._has_scored = False  # whether the latest forward scored a text that will change
         self._begin_round()
@@ -142,7 +142,7 @@ class RevisedCanvas(Canvas):
         if not chosen.size:
             self._rounds_left, self._has_scored = 0, False
         self._num_remasked += chosen.size
-        self.rule = make_rule(self.params, self.prompt_length)
+        self._use_rule(make_rule(self.params, self.prompt_length))
         return Commit(chosen, np.full(chosen.size, self.params.mask_id))
 
     def _chosen_again(self, scores: StripedScores) -> Array:
@@ -178,6 +178,7 @@ class RevisedCanvas(Canvas):
             return 0
         return self.prompt_length if self._rounds_left else super()._num_settled()
 
-    def report(self) -> StepResult:
-        result = super().report()
-        return replace(result, report={**result.report, "num_remasked": self._num_remasked})
+    def _use_rule(self, rule: DecodingRule) -> None:
+        """Fill the masks by a rule, which also reports how many tokens became masks again."""
+        self.rule = rule
+        rule.report = {**rule.report, "num_remasked": self._num_remasked}
