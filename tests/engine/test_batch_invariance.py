@@ -193,19 +193,14 @@ def test_a_wide_model_has_the_same_bits_beside_others_and_without_graphs(llada: 
 @pytest.mark.gpu
 def test_a_tiling_that_rows_choose_is_noticed(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails if one weight's order depends on rows, as in the usual mode."""
-    ordered = dispatch.ordered_tiling
+    unsplit = dispatch.unsplit_tiling
 
-    def by_rows(rows: int, columns: int, depth: int, *given: Any, **options: Any) -> Any:
+    def by_rows(rows: int, columns: int, depth: int, **given: Any) -> Any:
         if (columns, depth) == (4096, 12_288):
             return Tiling(64, split=2) if rows <= 32 else None
-        return ordered(rows, columns, depth, *given, **options)
+        return unsplit(rows, columns, depth, **given)
 
-    monkeypatch.setattr(dispatch, "ordered_tiling", by_rows)
-    monkeypatch.setattr(
-        dispatch,
-        "order_of",
-        lambda columns, depth, **_: dispatch.Order(1, depth <= 4096 < columns),
-    )
+    monkeypatch.setattr(dispatch, "unsplit_tiling", by_rows)
     asks = requests(10, VOCABULARY, most_prompt=8, seed=1)
     others = requests(63, VOCABULARY, most_prompt=600, seed=2)
     with (
