@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch-invariant engine gives an answer the same bits alone and beside other requests.
+"""A batch-invariant engine gives an answer the same bits alone and next to other requests.
 
 The weights are random, so that two tokens are often nearly equal and a changed bit shows.
 Trajectories are compared with their log probabilities, which show changed bits, too.
@@ -71,7 +71,7 @@ def bits(answer: Response) -> tuple[Any, ...]:
 def check_beside(
     engine: Engine, asks: Sequence[Request], others: Sequence[Request], counts: Sequence[int]
 ) -> list[tuple[Any, ...]]:
-    """Check that each request's bits are the same alone and beside other requests; return them."""
+    """Check that each request's bits are the same alone and next to other requests; return them."""
     alone = [bits(engine.ask(ask)[0]) for ask in asks]
     for count in counts:
         group = max(1, min(len(asks), count + 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of a batch-invariant engine: a row has the same bits alone and beside other rows."""
+"""Operations of a batch-invariant engine: a row has the same bits alone and next to other rows."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -232,7 +232,7 @@ def test_attention_has_the_same_bits(tensors: Any, heads: tuple[int, int], is_pa
             stop = draw.randint(start + 1, span.q_end)
             first = span.first + start - span.q_start if span.block_length else span.first
             part = span._replace(q_start=0, q_end=stop - start, first=first)
-            if span.block_length:  # as if the answer ended there
+            if span.block_length:  # rows may end with any block
                 end = span.keys_read_by(stop - 1 - span.q_start)
                 part = part._replace(kv_end=span.kv_start + end)
             layout = AttentionLayout.of([part], "cuda", pages)

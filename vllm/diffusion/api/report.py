@@ -45,7 +45,7 @@ class DiffusionReport(BaseModel):
         budget_bytes: size of the activation pool.
         infilled: per answer, the tokens that replaced mask tokens of the prompt, by position.
         trajectories: per answer, the recorded denoising steps, if they were requested.
-        batch_invariant: whether the answers have the same bits beside other requests.
+        batch_invariant: whether the answers have the same bits next to other requests.
         fingerprint: what that promise rests on; equal fingerprints promise equal bits.
         refreshed_early: whether an approximate cache was computed again before the request's own
             next refresh, which changes the answer.
