@@ -6,10 +6,10 @@
         [--turns 2] [--num-layers N] [--output-dir results/batch_invariance]
 
 The model has a released shape and random weights. A case is a number of concurrent requests, each
-with a number of rows: alone, a request computes its prompt and its canvas in every step (`cache:
-none`); several requests compute a block of so many rows over kept keys (`cache: dual`; exact ones
-for block-causal families). Engines without and with `batch_invariant` are started in turns, so that
-a change of the card's clock affects both.
+with a number of rows. Alone, a request computes its prompt and its canvas in every step (`cache:
+none`). Several requests compute a block of that number of rows over kept keys (`cache: dual`; exact
+ones for block-causal families). Engines without and with `batch_invariant` are started in turns, so
+that a change of the card's clock affects both.
 
     usual      milliseconds of a step on the device without batch invariance, the median of turns
     invariant  the same with batch invariance

@@ -256,37 +256,31 @@ class OrderedConfig:
     depth: int = 64
     group: int = 8
 
-    def stages_of(self, parts: int, element_bytes: int) -> int:
-        """Return the stages that fit into shared memory; each has a tile of every part."""
-        stage_bytes = parts * (self.rows + self.columns) * self.depth * element_bytes
+    def stages_of(self, element_bytes: int) -> int:
+        """Return the stages that fit into shared memory."""
+        stage_bytes = (self.rows + self.columns) * self.depth * element_bytes
         return min(self.max_stages, _ORDERED_BYTES // stage_bytes)
 
 
-ORDERED_DEPTH = 64
 _ORDERED_BYTES = 192 << 10
-# By number of parts: from the tile with the fewest reads of both operands to the tile with the most
-# programs. A program with two parts has two tiles of sums.
-_LARGE = {
-    1: (OrderedConfig(128, 256, num_warps=8), OrderedConfig(128, 128, num_warps=8)),
-    2: (OrderedConfig(128, 128, num_warps=8),),
-}
-_SMALL = tuple(
-    OrderedConfig(rows, columns, num_warps=4)
-    for rows, columns in ((64, 128), (64, 64), (64, 32), (32, 64), (32, 32), (16, 64), (16, 32))
+# From the tile with the fewest reads of both operands to the tile with the most programs. All tiles
+# compute the same sums.
+ORDERED_CONFIGS = (
+    OrderedConfig(128, 256, num_warps=8),
+    OrderedConfig(128, 128, num_warps=8),
+    *(
+        OrderedConfig(rows, columns, num_warps=4)
+        for rows in (64, 32, 16)
+        for columns in (128, 64, 32)
+        if rows * columns <= 64 * 128
+    ),
 )
 _BUSY_SHARE = 0.8  # share of the multiprocessors that tiles must keep busy
 
 
-def ordered_configs(parts: int) -> tuple[OrderedConfig, ...]:
-    """Return all tiles of products in `parts` parts; all of them compute the same sums."""
-    return (*_LARGE[parts], *_SMALL)
-
-
-def choose_ordered(
-    num_rows: int, num_columns: int, parts: int, num_multiprocessors: int
-) -> OrderedConfig:
+def choose_ordered(num_rows: int, num_columns: int, num_multiprocessors: int) -> OrderedConfig:
     """Choose the largest tile without empty halves that keeps most multiprocessors busy."""
-    fitting = [c for c in ordered_configs(parts) if c.rows < 2 * max(num_rows, 9)]
+    fitting = [config for config in ORDERED_CONFIGS if config.rows < 2 * max(num_rows, 9)]
     for config in fitting:
         tiles = -(-num_rows // config.rows) * -(-num_columns // config.columns)
         if tiles >= _BUSY_SHARE * num_multiprocessors:

@@ -9,23 +9,22 @@ from torch import Tensor
 from . import reference
 from ._ops import _check
 from ._triton import can_take, guard, load_kernels
-from .launch import ORDERED_DEPTH, OrderedConfig, choose_ordered
+from .launch import OrderedConfig, choose_ordered
 
 _kernels = load_kernels("ordered_kernel")
 _ALIGNMENT = 16  # bytes, of the addresses that the copy engine reads
 
 
-def has_ordered(x: Tensor, weight: Tensor, parts: int = 1) -> bool:
+def has_ordered(x: Tensor, weight: Tensor) -> bool:
     """Whether `ordered_gemm` has a kernel for rows x [R, D] and a matrix [N, D].
 
-    The kernel needs 16-bit numbers (under Triton's interpreter also fp32), rows of x, weight and
-    product that begin at multiples of 16 bytes, and parts of whole steps.
+    The kernel needs 16-bit numbers (under Triton's interpreter also fp32), and rows of x, weight
+    and product that begin at multiples of 16 bytes.
     """
     if _kernels is None or not can_take(x) or (x.is_cuda and x.element_size() != 2):
         return False
-    is_whole = parts == 1 or weight.shape[1] % (parts * ORDERED_DEPTH) == 0
-    is_whole = is_whole and len(weight) * x.element_size() % _ALIGNMENT == 0
-    return is_whole and _is_aligned(x) and _is_aligned(weight)
+    can_store = len(weight) * x.element_size() % _ALIGNMENT == 0
+    return can_store and _is_aligned(x) and _is_aligned(weight)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -39,23 +38,20 @@ def ordered_gemm(
     weight: Tensor,
     out: Tensor | None = None,
     *,
-    parts: int = 1,
     bias: Tensor | None = None,
     adds: bool = False,
     config: OrderedConfig | None = None,
 ) -> Tensor:
     """Compute x W^T with sums in one order, for any number of rows.
 
-    The depth has one or two equal parts. Each part is summed in fp32 from low to high, then the
-    second part's sum is added to the first one's, then the bias, then the target. The result is
-    rounded once. `fused_linear` has the same order if its tiling's `split` is `parts`, so both
-    write the same bits. Tensors that `has_ordered` refuses are multiplied by the reference.
+    The terms are summed in fp32 from low to high depth, then the bias is added, then the target.
+    The result is rounded once. Tilings of `fused_linear` that are not split have the same order, so
+    they write the same bits. Tensors that `has_ordered` refuses are multiplied by the reference.
 
     Args:
         x: [R, D] bf16 or fp16; rows may be strided.
         weight: [N, D] of the same dtype; rows may be strided.
         out: [R, N] of the same dtype; rows may be strided. Allocated when not given.
-        parts: 1 or 2.
         bias: [N] of the same dtype, contiguous.
         adds: whether the product is added to `out`, which is then required.
         config: tile, instead of the fastest one. It does not change the result.
@@ -70,8 +66,6 @@ def ordered_gemm(
     _check(op, "x", x, x, (-1, -1))
     _check(op, "weight", weight, x, (-1, x.shape[1]))
     shape = (len(x), len(weight))
-    if parts not in (1, 2):
-        raise ValueError(f"{op}: parts must be 1 or 2, got {parts}")
     if adds and out is None:
         raise ValueError(f"{op}: with adds, out must be given")
     if bias is not None:
@@ -80,11 +74,11 @@ def ordered_gemm(
     _check(op, "out", out, x, shape)
     if 0 in shape:
         return out
-    if _kernels is None or not has_ordered(x, weight, parts) or not _is_aligned(out):
-        return reference.ordered_gemm(x, weight, out, parts=parts, bias=bias, adds=adds)
-    chosen = config or choose_ordered(*shape, parts, _num_multiprocessors(x.device))
+    if _kernels is None or not has_ordered(x, weight) or not _is_aligned(out):
+        return reference.ordered_gemm(x, weight, out, bias=bias, adds=adds)
+    chosen = config or choose_ordered(*shape, _num_multiprocessors(x.device))
     with guard(x):
-        _kernels.launch(x, weight, out, bias, chosen, parts=parts, adds=adds)
+        _kernels.launch(x, weight, out, bias, chosen, adds=adds)
     return out
 
 

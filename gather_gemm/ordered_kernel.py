@@ -20,7 +20,6 @@ def ordered_kernel(
     num_rows,
     num_columns,
     depth,
-    PARTS: tl.constexpr,
     ADDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -36,18 +35,10 @@ def ordered_kernel(
     num_blocks = tl.minimum(num_row_blocks - first_block, GROUP)
     first_row = (first_block + number % num_blocks) * BLOCK_ROWS
     first_column = number // num_blocks * BLOCK_COLUMNS
-    # Both parts are summed at the same time, each from low to high.
-    part = depth // PARTS
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    second = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    for at in range(0, part, BLOCK_DEPTH):
+    for at in range(0, depth, BLOCK_DEPTH):
         left, right = x.load([first_row, at]), weight.load([first_column, at])
         total = tl.dot(left, right.T, total, input_precision="ieee")
-        if PARTS == 2:
-            left, right = x.load([first_row, part + at]), weight.load([first_column, part + at])
-            second = tl.dot(left, right.T, second, input_precision="ieee")
-    if PARTS == 2:
-        total += second
     if HAS_BIAS:
         columns = first_column + tl.arange(0, BLOCK_COLUMNS)
         some = tl.load(bias + columns, mask=columns < num_columns, other=0.0)
@@ -64,7 +55,6 @@ def launch(
     bias: Tensor | None,
     config: OrderedConfig,
     *,
-    parts: int,
     adds: bool,
 ) -> None:
     """Enqueue the product on the current stream; the arguments are checked."""
@@ -79,7 +69,6 @@ def launch(
         num_rows,
         num_columns,
         x.shape[1],
-        PARTS=parts,
         ADDS=adds,
         HAS_BIAS=bias is not None,
         BLOCK_ROWS=rows,
@@ -87,5 +76,5 @@ def launch(
         BLOCK_DEPTH=depth,
         GROUP=config.group,
         num_warps=config.num_warps,
-        num_stages=config.stages_of(parts, x.element_size()),
+        num_stages=config.stages_of(x.element_size()),
     )

@@ -27,26 +27,17 @@ def gather_gemm(
 
 
 def ordered_gemm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    parts: int = 1,
-    bias: Tensor | None = None,
-    adds: bool = False,
+    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
 ) -> Tensor:
     """Compute x W^T, plus bias and out, in fp32 and round once; see `gather_gemm.ordered_gemm`.
 
     Each row is multiplied alone, so that its sums do not depend on the number of rows.
     """
-    step = weight.shape[1] // parts
+    wide = weight.float()
     for row, target in zip(x.float(), out, strict=True):
-        total = sum(
-            torch.mv(weight[:, first : first + step].float(), row[first : first + step])
-            for first in range(0, parts * step, step)
-        )
+        total = torch.mv(wide, row)
         if bias is not None:
-            total = total + bias.float()
+            total += bias.float()
         target.copy_(total + target.float() if adds else total)
     return out
 

@@ -8,15 +8,16 @@ Random numbers in bf16 with the shapes of LLaDA-8B, and of SDAR-8B's grouped hea
 a CUDA graph, and the variants run in turns.
 
     usual      microseconds of the kernel that the usual engine chooses
-    invariant  microseconds of the kernel in the weight's order
+    invariant  microseconds of the kernel that sums from low to high depth
     ratio      the latter over the former
     triton     microseconds of Triton's kernel in that order
     TFLOP/s    of the invariant one
 
-With --sweep N, cuBLAS multiplies with every N-th number of rows from 1 to 8,192 instead. For each
-shape the table has the number of row counts for which some bit differs from a product in one part,
-with the first and last of them. `vllm.diffusion.ops.dispatch` allows cuBLAS only for shapes that
-have none.
+With --sweep N, cuBLAS multiplies with every N-th number of rows up to 8,192 instead, beginning with
+the number from which `vllm.diffusion.ops.dispatch` allows cuBLAS for the shape, else with 1.
+For each shape the table has the number of row counts for which some bit differs from a sum from
+low to high depth, with the first and last of them, for a product that is stored and for one that is
+added.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from gather_gemm import ordered_gemm
 from vllm.diffusion import ops
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.invariant import multiply_by_cublas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,11 +49,13 @@ if TYPE_CHECKING:
 
 COLUMNS = {"op": "<9", "shape": "<15", "rows": ">5", "usual": ">9", "invariant": ">9"}
 COLUMNS |= {"ratio": ">6", "triton": ">9", "TFLOP/s": ">8"}
-SWEEP_COLUMNS = {"shape": "<15", "row counts": ">10", "differ": ">7", "first": ">6", "last": ">6"}
+SWEEP_COLUMNS = {"shape": "<15", "from": ">5", "row counts": ">10", "adds": ">5"}
+SWEEP_COLUMNS |= {"differ": ">7", "first": ">6", "last": ">6"}
 ROWS = (1, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 LAYER = {"qkv": (12288, 4096), "grouped qkv": (6144, 4096), "out": (4096, 4096)}
 LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
-SWEPT = (*LAYER.values(), (37888, 3584), (6144, 2048), (126464, 4096))
+SWEPT = (*LAYER.values(), (37888, 3584), (4608, 3584), (3584, 3584), (3584, 18944))
+SWEPT += ((4096, 14336), (6144, 2048), (2048, 2048), (126464, 4096))
 KEPT = 16  # rows that are compared, at both ends
 SCRATCH = FreshBuffers(torch.device("cuda", 0))
 
@@ -84,7 +88,7 @@ def time_rows(all_rows: Sequence[int]) -> Iterator[list[object]]:
                 "invariant": [call(projection) for projection in invariant],
             }
             if name != "gate_up":
-                options = {"parts": invariant[0].order.parts, "adds": name in ("out", "down")}
+                options = {"adds": name in ("out", "down")}
                 variants["triton"] = [
                     partial(ordered_gemm, x, weight, out, **options) for weight in weights
                 ]
@@ -107,18 +111,23 @@ def sweep(step: int) -> Iterator[list[object]]:
     most = dispatch.MAX_MEASURED_ROWS
     for columns, depth in SWEPT:
         weight, x = random(columns, depth) * 0.02, random(most, depth)
-        wanted = ordered_gemm(x, weight)
-        counts, differing = range(1, most + 1, step), []
-        out = torch.empty_like(wanted)
-        is_other = torch.zeros(len(counts), dtype=torch.bool, device="cuda")
-        for number, rows in enumerate(counts):
-            torch.mm(x[:rows], weight.t(), out=out[:rows])
-            first, last = slice(0, min(rows, KEPT)), slice(max(rows - KEPT, 0), rows)
-            is_first = (out[first] != wanted[first]).any()
-            is_other[number] = is_first | (out[last] != wanted[last]).any()
-        differing = [rows for rows, other in zip(counts, is_other.tolist(), strict=True) if other]
-        ends = (differing[0], differing[-1]) if differing else (None, None)
-        yield [f"{columns} x {depth}", len(counts), len(differing), *ends]
+        first = dispatch.unsplit_cublas_rows(columns, depth) or 1
+        counts = range(first, most + 1, step)
+        for adds in (False, True) if columns <= depth else (False,):
+            target, out = random(most, columns), torch.empty_like(random(most, columns))
+            wanted = ordered_gemm(x, weight, target.clone(), adds=adds)
+            is_other = torch.zeros(len(counts), dtype=torch.bool, device="cuda")
+            for number, rows in enumerate(counts):
+                ends = [slice(0, min(rows, KEPT)), slice(max(rows - KEPT, 0), rows)]
+                for some in ends:
+                    out[some].copy_(target[some])
+                multiply_by_cublas(x[:rows], weight, out[:rows], adds=adds)
+                found = [(out[some] != wanted[some]).any() for some in ends]
+                is_other[number] = found[0] | found[1]
+            pairs = zip(counts, is_other.tolist(), strict=True)
+            differing = [rows for rows, other in pairs if other]
+            bounds = (differing[0], differing[-1]) if differing else (None, None)
+            yield [f"{columns} x {depth}", first, len(counts), adds, len(differing), *bounds]
 
 
 def main() -> None:

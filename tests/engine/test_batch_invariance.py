@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch-invariant engine gives an answer the same bits alone and beside other requests.
+"""A batch-invariant engine gives an answer the same bits alone and next to other requests.
 
 The weights are random, so that two tokens are often nearly equal and a changed bit shows.
 Trajectories are compared with their log probabilities, which show changed bits, too.
@@ -23,9 +23,11 @@ from tests.engine.harness import (
     Request,
     Response,
     engine_config,
+    record,
     running,
 )
 from vllm.diffusion.config import settings_of
+from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.ops import dispatch
 from vllm_add_llada.cuda_kernels.fused_ops import Tiling
 
@@ -71,7 +73,7 @@ def bits(answer: Response) -> tuple[Any, ...]:
 def check_beside(
     engine: Engine, asks: Sequence[Request], others: Sequence[Request], counts: Sequence[int]
 ) -> list[tuple[Any, ...]]:
-    """Check that each request's bits are the same alone and beside other requests; return them."""
+    """Check that each request's bits are the same alone and next to other requests; return them."""
     alone = [bits(engine.ask(ask)[0]) for ask in asks]
     for count in counts:
         group = max(1, min(len(asks), count + 1))
@@ -98,6 +100,44 @@ def test_answers_do_not_depend_on_others(family: str, checkpoint: Callable[[str]
         drafting = [replace(ask, extra={**ask.extra, "num_speculative_states": 3}) for ask in asks]
         for ask, wanted in zip(drafting, alone, strict=True) if family != "nemotron" else ():
             assert bits(engine.ask(ask)[0]) == wanted
+
+
+def check_pages(engine: Engine, asks: Sequence[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check bits with prompts in parts, with preempted requests, and with shared pages.
+
+    The engine has pages and rows for a part of `asks` at a time.
+    """
+    lost = record(monkeypatch, Paging, "preempt", lambda _, paging, item: item.req_id)
+    alone = []
+    for ask in asks:
+        assert engine.scheduler.reset_prefix_cache()
+        alone.append(bits(engine.ask(ask)[0]))
+    assert [bits(engine.ask(ask)[0]) for ask in asks] == alone  # with the pages of the last ones
+    assert [bits(answer) for answer in engine.ask(*asks)] == alone
+    assert len(lost) >= 2
+    drafting = [replace(ask, extra={**ask.extra, "num_speculative_states": 2}) for ask in asks]
+    assert [bits(answer) for answer in engine.ask(*drafting)] == alone
+
+
+def growing(vocabulary: range) -> list[Request]:
+    """Return requests of a block-causal family that begin with one page and end with three."""
+    draw, extra = random.Random(5), {"gen_length": 88, "block_length": 8, "return_trajectory": True}
+    options = [{}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7}]
+    return [
+        Request(
+            draw.choices(vocabulary, k=50),
+            {**extra, **options[number % 3], "seed": number, "ignore_eos": True},
+        )
+        for number in range(5)
+    ]
+
+
+def test_pages_and_parts_of_prompts_change_nothing(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 8}
+    with running(checkpoint("sdar"), **rows, additional_config=INVARIANT) as engine:
+        check_pages(engine, growing(range(5, 200)), monkeypatch)
 
 
 def test_reports_and_status_have_the_fingerprint(checkpoint: Callable[[str], Path]) -> None:
@@ -191,21 +231,26 @@ def test_a_wide_model_has_the_same_bits_beside_others_and_without_graphs(llada: 
 
 
 @pytest.mark.gpu
+def test_pages_of_a_wide_model_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "sdar", num_layers=2)
+    rows = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 8}
+    with wide_engine(tmp_path, **rows) as engine:
+        check_pages(engine, growing(VOCABULARY), monkeypatch)
+
+
+@pytest.mark.gpu
 def test_a_tiling_that_rows_choose_is_noticed(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails if one weight's order depends on rows, as in the usual mode."""
-    ordered = dispatch.ordered_tiling
+    unsplit = dispatch.unsplit_tiling
 
-    def by_rows(rows: int, columns: int, depth: int, *given: Any, **options: Any) -> Any:
+    def by_rows(rows: int, columns: int, depth: int, **given: Any) -> Any:
         if (columns, depth) == (4096, 12_288):
             return Tiling(64, split=2) if rows <= 32 else None
-        return ordered(rows, columns, depth, *given, **options)
+        return unsplit(rows, columns, depth, **given)
 
-    monkeypatch.setattr(dispatch, "ordered_tiling", by_rows)
-    monkeypatch.setattr(
-        dispatch,
-        "order_of",
-        lambda columns, depth, **_: dispatch.Order(1, depth <= 4096 < columns),
-    )
+    monkeypatch.setattr(dispatch, "unsplit_tiling", by_rows)
     asks = requests(10, VOCABULARY, most_prompt=8, seed=1)
     others = requests(63, VOCABULARY, most_prompt=600, seed=2)
     with (

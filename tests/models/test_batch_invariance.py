@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of a batch-invariant engine: a row has the same bits alone and beside other rows."""
+"""Operations of a batch-invariant engine: a row has the same bits alone and next to other rows."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -51,35 +51,35 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("shape", "parts", "may_use_cublas"),
+    ("shape", "columns", "cublas_rows"),
     [
-        ((12_288, 4096), 1, True),
-        ((24_576, 4096), 1, True),
-        ((126_464, 4096), 1, True),
-        ((4096, 4096), 2, False),
-        ((4096, 12_288), 2, False),
-        ((6144, 4096), 2, False),
-        ((4608, 3584), 1, False),
-        ((12_288, 8192), 1, False),
+        ((12_288, 4096), 96, 1),
+        ((24_576, 4096), 192, 1),
+        ((6144, 4096), 48, 1),
+        ((126_464, 4096), None, 1),
+        ((4096, 4096), 32, 256),
+        ((4096, 12_288), 32, 256),
+        ((4608, 3584), 48, 256),
+        ((3584, 18_944), 32, 256),
+        ((2048, 2048), 32, None),
+        ((4096, 20_000), None, None),
     ],
 )
-def test_a_weight_has_one_order(shape: Any, parts: int, may_use_cublas: bool) -> None:
-    order = dispatch.order_of(*shape, gated=False, card=H200)
-    assert order == (parts, may_use_cublas)
-    assert dispatch.order_of(*shape, gated=True, card=H200).parts == 1
-    on_cpu = dispatch.order_of(*shape, gated=False, card=dispatch.NO_CARD)
-    assert on_cpu.parts == 1
+def test_kernels_of_one_order(shape: Any, columns: int | None, cublas_rows: int | None) -> None:
+    tiling = dispatch.unsplit_tiling(1, *shape, adds=False, card=H200)
+    assert (None if tiling is None else tiling.columns) == columns
+    assert dispatch.unsplit_cublas_rows(*shape) == cublas_rows
+    assert dispatch.unsplit_tiling(1, *shape, adds=False, card=dispatch.NO_CARD) is None
 
 
 @pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes])
-def test_rows_only_choose_among_tilings_of_that_order(shape: Any) -> None:
-    for gated in (False, True):
-        order = dispatch.order_of(*shape, gated=gated, card=H200)
-        for rows in range(1, 400):
-            tiling = dispatch.ordered_tiling(rows, *shape, order, gated=gated, card=H200)
-            assert tiling is None or tiling.split == order.parts
-        usual = dispatch.linear_tiling(1, *shape, gated=gated, card=H200)
-        assert dispatch.ordered_tiling(1, *shape, order, gated=gated, card=H200) == usual
+def test_rows_only_choose_among_kernels_that_do_not_split(shape: Any) -> None:
+    for rows in range(1, 400):
+        tilings = [
+            dispatch.unsplit_tiling(rows, *shape, adds=adds, card=H200) for adds in (False, True)
+        ]
+        tilings.append(dispatch.linear_tiling(rows, *shape, gated=True, card=H200))
+        assert all(tiling is None or tiling.split == 1 for tiling in tilings)
 
 
 # ---- the reference on the CPU ----
@@ -232,7 +232,7 @@ def test_attention_has_the_same_bits(tensors: Any, heads: tuple[int, int], is_pa
             stop = draw.randint(start + 1, span.q_end)
             first = span.first + start - span.q_start if span.block_length else span.first
             part = span._replace(q_start=0, q_end=stop - start, first=first)
-            if span.block_length:  # as if the answer ended there
+            if span.block_length:  # rows may end with any block
                 end = span.keys_read_by(stop - 1 - span.q_start)
                 part = part._replace(kv_end=span.kv_start + end)
             layout = AttentionLayout.of([part], "cuda", pages)

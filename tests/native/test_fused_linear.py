@@ -15,6 +15,8 @@ ERROR = 6e-3  # norm of the error over that of the result: fp32 sums, then one r
 
 # Every tiling for few rows: a number of columns and a depth that it divides, and its maximum rows.
 SKINNY = [
+    (Tiling(32), 4096, 256, 64),
+    (Tiling(48), 6144, 256, 64),
     (Tiling(96), 12288, 256, 64),
     (Tiling(64, split=2), 4096, 384, 192),
     (Tiling(96, split=2), 6144, 128, 128),

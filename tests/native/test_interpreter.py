@@ -44,14 +44,13 @@ generator = torch.Generator().manual_seed(5)
 for number, shape in enumerate(((1, 16, 16), (17, 40, 72), (33, 72, 256), (5, 32, 128))):
     dtype, limit = ((torch.float32, 1e-6), (torch.float16, 1e-3))[number % 2]
     num_rows, num_columns, depth = shape
-    parts = 2 if depth % 128 == 0 else 1
     x, weight, out = (
         torch.randn(size, generator=generator).to(dtype)
         for size in ((num_rows, depth), (num_columns, depth), (num_rows, num_columns))
     )
     for bias in (None, weight[:, 0].contiguous()):
         for adds in (False, True):
-            given = {"parts": parts, "bias": bias, "adds": adds}
+            given = {"bias": bias, "adds": adds}
             wanted = reference(x, weight, out.clone(), **given)
             found = [
                 ordered_gemm(x, weight, out.clone(), **given, config=OrderedConfig(*tile, 4, 2))

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products in one order: every tile, and every kernel with the same order, write the same bits."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from gather_gemm import OrderedConfig, has_ordered, ordered_gemm
-from gather_gemm.launch import choose_ordered, ordered_configs
+from gather_gemm.launch import ORDERED_CONFIGS, choose_ordered
 from tests.native.support import relative_error
 from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear, silu_mul
 
@@ -22,27 +21,26 @@ def numbers(generator: torch.Generator, *shape: int, device: str = "cpu") -> tor
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", list(ERROR))
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 8, 128), (17, 131, 256), (70, 264, 384), (300, 40, 128)])
-def test_against_float64(generator, device, dtype, parts, shape):
+def test_against_float64(generator, device, dtype, shape):
     num_rows, num_columns, depth = shape
     x = numbers(generator, num_rows, depth + 8, device=device).to(dtype)[:, :depth]
     weight = numbers(generator, num_columns, depth, device=device).to(dtype)
     bias = numbers(generator, num_columns, device=device).to(dtype)
     out = numbers(generator, num_rows, num_columns, device=device).to(dtype)
     product = x.double() @ weight.double().t()
-    found = ordered_gemm(x, weight, parts=parts)
+    found = ordered_gemm(x, weight)
     assert relative_error(found, product) < ERROR[dtype]
     wanted = out.double() + product + bias.double()
-    added = ordered_gemm(x, weight, out, parts=parts, bias=bias, adds=True)
+    added = ordered_gemm(x, weight, out, bias=bias, adds=True)
     assert added is out and relative_error(out, wanted) < ERROR[dtype]
 
 
 def test_the_reference_multiplies_each_row_alone(generator):
     x, weight = numbers(generator, 40, 96), numbers(generator, 33, 96)
-    whole = ordered_gemm(x, weight, parts=2)
+    whole = ordered_gemm(x, weight)
     for rows in (slice(0, 1), slice(7, 30)):
-        assert torch.equal(ordered_gemm(x[rows], weight, parts=2), whole[rows])
+        assert torch.equal(ordered_gemm(x[rows], weight), whole[rows])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,6 @@ def test_the_reference_multiplies_each_row_alone(generator):
         ({"weight": torch.zeros(5, 7)}, r"weight must be \['any', 8\]"),
         ({"bias": torch.zeros(4)}, r"bias must be \[5\]"),
         ({"out": torch.zeros(3, 6)}, r"out must be \[4, 5\]"),
-        ({"parts": 3}, "parts must be 1 or 2, got 3"),
         ({"adds": True}, "with adds, out must be given"),
     ],
 )
@@ -68,12 +65,12 @@ def test_no_rows():
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 64, 65, 128, 300, 8192])
 def test_tiles_have_no_empty_half_and_fit_the_memory_of_a_multiprocessor(num_rows):
-    for num_columns, parts in itertools.product((256, 4096, 12_288, 126_464), (1, 2)):
-        config = choose_ordered(num_rows, num_columns, parts, 132)
+    for num_columns in (256, 4096, 12_288, 126_464):
+        config = choose_ordered(num_rows, num_columns, 132)
         assert config.rows < 2 * max(num_rows, 16)
-        stages = config.stages_of(parts, element_bytes=2)
+        stages = config.stages_of(element_bytes=2)
         assert 3 <= stages <= 8
-        assert stages * parts * (config.rows + config.columns) * config.depth * 2 <= 200 * 1024
+        assert stages * (config.rows + config.columns) * config.depth * 2 <= 200 * 1024
 
 
 # ---- equal bits on a GPU ----
@@ -96,40 +93,35 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 12_288), (4608, 3584), (1000, 2048)])
-def test_all_tiles_write_the_same_bits(tensors, parts, shape):
+def test_all_tiles_write_the_same_bits(tensors, shape):
     x, weight, bias = tensors(300, shape[1]), tensors(*shape), tensors(shape[0])
-    assert has_ordered(x, weight, parts)
+    assert has_ordered(x, weight)
     target = tensors(300, shape[0])
     wanted = None
-    for tile in ordered_configs(parts):
-        plain = ordered_gemm(x, weight, parts=parts, config=tile)
+    for tile in ORDERED_CONFIGS:
+        plain = ordered_gemm(x, weight, config=tile)
         out = target.clone()
-        ordered_gemm(x, weight, out, parts=parts, bias=bias, adds=True, config=tile)
+        ordered_gemm(x, weight, out, bias=bias, adds=True, config=tile)
         wanted = wanted or (plain, out)
         assert is_same(plain, wanted[0]) and is_same(out, wanted[1]), tile
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("tiling", "most_rows"),
-    [
-        *((Tiling(64, split=2), 192), (Tiling(96, split=2), 128), (Tiling(32, split=2), 64)),
-        (Tiling(96), 64),
-    ],
-)
+@pytest.mark.parametrize("columns", [32, 48, 96, 192])
 @pytest.mark.parametrize("depth", [4096, 12_288])
-def test_compiled_tilings_have_the_same_order(tensors, tiling, most_rows, depth):
+def test_compiled_tilings_have_the_same_order(tensors, columns, depth):
+    most_rows = 128 if columns == 192 else 64
     x, weight, bias = tensors(most_rows, depth), tensors(6144, depth), tensors(6144)
-    wanted = ordered_gemm(x, weight, parts=tiling.split)
-    added = tensors(most_rows, 6144)
-    wanted_sum = ordered_gemm(x, weight, added.clone(), parts=tiling.split, bias=bias, adds=True)
+    wanted, added = ordered_gemm(x, weight), tensors(most_rows, 6144)
+    wanted_sum = ordered_gemm(x, weight, added.clone(), bias=bias, adds=True)
     for count in (1, 2, 31, 64, most_rows):
         rows = slice(most_rows - count, most_rows)
-        assert is_same(fused_linear(x[rows], weight, tiling=tiling), wanted[rows])
+        assert is_same(fused_linear(x[rows], weight, tiling=Tiling(columns)), wanted[rows])
+        if columns == 192:  # no kernel adds
+            continue
         out = added[rows].clone()
-        options: Any = {"tiling": tiling, "bias": bias, "epilogue": Epilogue.RESIDUAL}
+        options: Any = {"tiling": Tiling(columns), "bias": bias, "epilogue": Epilogue.RESIDUAL}
         assert is_same(fused_linear(x[rows], weight, out, **options), wanted_sum[rows])
 
 

@@ -428,7 +428,7 @@ class Settings:
         decisions_least_mass: probability of all labels of a question below which it is answered
             with a refusal; 0 refuses none.
         decision_calibration: path of a calibration file for `/v1/decisions`.
-        batch_invariant: whether an answer has the same bits alone and beside other requests
+        batch_invariant: whether an answer has the same bits alone and next to other requests
             (docs/batch_invariance.md).
     """
 

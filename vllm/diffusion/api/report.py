@@ -53,7 +53,7 @@ class DiffusionReport(BaseModel):
         scoring: how the tokens of these texts were scored; `none` if none may change.
         diff: per answer, the unified diff between the text and the answer, if it was requested.
         trajectories: per answer, the recorded denoising steps, if they were requested.
-        batch_invariant: whether the answers have the same bits beside other requests.
+        batch_invariant: whether the answers have the same bits next to other requests.
         fingerprint: what that promise rests on; equal fingerprints promise equal bits.
         refreshed_early: whether an approximate cache was computed again before the request's own
             next refresh, which changes the answer.

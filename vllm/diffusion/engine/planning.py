@@ -74,7 +74,7 @@ def make_planner(
         budget_bytes,
         row_budget(vllm_config),
         uses_host=architecture.has_equal_layers and envs.use_host_residual(),
-        host_bytes=host_cache_budget(parallel.tensor_parallel_size * shards),
+        host_bytes=_host_cache_budget(vllm_config, parallel.tensor_parallel_size * shards),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
         rates=rates,
         shards=shards,
@@ -340,11 +340,14 @@ def _experts(
     )
 
 
-def host_cache_budget(num_ranks: int) -> int:
+def _host_cache_budget(vllm_config: VllmConfig, num_ranks: int) -> int:
     """Return the host bytes per rank for cached keys and values; equal in all processes."""
     if not envs.use_host_residual():
         return 0
-    return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
+    slots = slots_of(vllm_config)
+    adapter_bytes = 0 if slots is None else slots.known_bytes(vllm_config.model_config.dtype)
+    share = _host_memory() // 2 // num_ranks
+    return envs.host_cache_size_bytes() or max(share - adapter_bytes, 0)
 
 
 @functools.cache

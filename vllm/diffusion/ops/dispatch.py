@@ -72,11 +72,11 @@ _MIN_TILE_USE = 0.9
 _STEP_DEPTH = 64
 _PORTABLE_ROWS = 256  # rows of the kernels for every GPU
 
-# Matrices for which cuBLAS never splits the depth, whatever the number of rows: columns from which,
-# and depth up to which, this was measured with up to `MAX_MEASURED_ROWS` rows.
-_UNSPLIT_COLUMNS = 6_144
-_UNSPLIT_DEPTH = 4_096
-MAX_MEASURED_ROWS = 8_192
+# Tilings that do not split the depth, with their maximum rows: sums of one order for engines that
+# are batch invariant.
+_UNSPLIT = (_Skinny(Tiling(32), 64), _Skinny(Tiling(48), 64), _Skinny(Tiling(96), 64))
+_UNSPLIT_STORED = (*_UNSPLIT, _Skinny(Tiling(192), 128))
+MAX_MEASURED_ROWS = 8_192  # rows up to which `_CUBLAS_RANGES` was measured
 
 _HEAD_COLUMNS = 65_536  # minimum columns of an output matrix
 _HEAD_ROWS = 64  # rows of an output product above which cuBLAS is faster than Triton
@@ -102,17 +102,16 @@ class KernelTier(Enum):
     NONE = "reference"
 
 
-class Order(NamedTuple):
-    """Order in which all kernels of a weight sum, in engines that are batch invariant.
+class _CublasRange(NamedTuple):
+    """Products for which cuBLAS does not split the depth, as measured."""
 
-    Attributes:
-        parts: equal parts of the depth. Each is summed from low to high in fp32, then the parts are
-            added.
-        may_use_cublas: whether cuBLAS had this order for every number of rows that was measured.
-    """
+    min_columns: int
+    max_depth: int
+    min_rows: int
 
-    parts: int
-    may_use_cublas: bool
+
+# cuBLAS splits the depth where its tiles would leave multiprocessors idle.
+_CUBLAS_RANGES = (_CublasRange(6_144, 4_096, 1), _CublasRange(3_584, 18_944, 256))
 
 
 class DeviceInfo(NamedTuple):
@@ -185,26 +184,30 @@ def _tiling(
     return tiling
 
 
-def order_of(num_columns: int, depth: int, *, gated: bool, card: DeviceInfo) -> Order:
-    """Return the order of a weight's sums: the order of the kernel that is fastest for one row.
-
-    There are no kernels for gated products in parts.
-    """
-    tiling = None
-    if card.tier is KernelTier.HOPPER and not gated:
-        tiling = _skinny_tiling(_SKINNY, 1, num_columns, depth, card.multiprocessors)
-    parts = 1 if tiling is None else tiling.split
-    is_measured = num_columns >= _UNSPLIT_COLUMNS and depth <= _UNSPLIT_DEPTH
-    return Order(parts, parts == 1 and is_measured)
-
-
-def ordered_tiling(
-    num_rows: int, num_columns: int, depth: int, order: Order, *, gated: bool, card: DeviceInfo
+def unsplit_tiling(
+    num_rows: int, num_columns: int, depth: int, *, adds: bool, card: DeviceInfo
 ) -> Tiling | None:
-    """Return a tiling of `fused_linear` that sums in this order, or None if none is fast."""
-    skinny = _SKINNY_GATED if gated else _SKINNY
-    in_order = tuple(row for row in skinny if row.tiling.split == order.parts)
-    return _tiling(in_order, num_rows, num_columns, depth, card, gated=gated)
+    """Return a tiling of `fused_linear` that sums from low to high depth, or None if none is fast.
+
+    It is the narrowest one whose blocks the GPU computes at a time. `adds` states whether the
+    product is added to its target.
+    """
+    if card.tier is not KernelTier.HOPPER:
+        return None
+    for candidate in _UNSPLIT if adds else _UNSPLIT_STORED:
+        columns = candidate.tiling.columns
+        is_whole = num_columns % columns == 0 and depth % _STEP_DEPTH == 0
+        if is_whole and num_columns // columns <= card.multiprocessors:
+            return candidate.tiling if 0 < num_rows <= candidate.max_rows else None
+    return None
+
+
+def unsplit_cublas_rows(num_columns: int, depth: int) -> int | None:
+    """Return the rows from which cuBLAS sums from low to high depth; None if it may split it."""
+    for some in _CUBLAS_RANGES:
+        if num_columns >= some.min_columns and depth <= some.max_depth:
+            return some.min_rows
+    return None
 
 
 def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:

@@ -122,7 +122,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="give an answer the same bits alone and beside other requests",
+        help="give an answer the same bits alone and next to other requests",
     )
     group.add_argument(
         "--version",

@@ -36,17 +36,21 @@ def promise_of(model: DiffusionModel, vllm_config: VllmConfig) -> dict[str, Any]
     """
     if not settings_of(vllm_config).batch_invariant:
         return {}
-    products = list(_products(model))
-    num_parts = [product.order.parts for product in products]
+    by_cublas = [product.uses_cublas for product in _products(model)]
     fingerprint = fingerprint_of(model, vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
-    counts = f"{num_parts.count(1)} weights in one part, {num_parts.count(2)} in two"
-    logger.info("batch invariant: yes; %s; %s; fingerprint %s", dtype, counts, fingerprint)
+    logger.info(
+        "batch invariant: yes; %s; %d weights, with many rows %d of them by cuBLAS; fingerprint %s",
+        dtype,
+        len(by_cublas),
+        sum(by_cublas),
+        fingerprint,
+    )
     return {"batch_invariant": True, "fingerprint": fingerprint}
 
 
 def fingerprint_of(model: DiffusionModel, vllm_config: VllmConfig) -> str:
-    """Return 16 hexadecimal digits over build, GPU, dtype and orders of the products' sums."""
+    """Return 16 hexadecimal digits over build, GPU, dtype and the kernels of each weight."""
     device, parallel = model.rotary_frequencies.device, vllm_config.parallel_config
     facts = {
         "mosaic": __version__,
@@ -56,7 +60,7 @@ def fingerprint_of(model: DiffusionModel, vllm_config: VllmConfig) -> str:
         "dtype": str(model.dtype),
         "quantization": vllm_config.model_config.quantization,
         "ranks": parallel.tensor_parallel_size,
-        "orders": sorted({product.described for product in _products(model)}),
+        "products": sorted({str(product) for product in _products(model)}),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()[:_DIGITS]

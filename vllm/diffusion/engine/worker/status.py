@@ -41,7 +41,7 @@ def status_of(runner: DiffusionModelRunner) -> dict[str, Any]:
     `pages` counts the pages of cached keys and values, and `used_pages` the pages that requests
     hold. `graphs` is never released. `paused` is held by a step between two slices. Steps use all
     other bytes. `products` states which kernels multiply few rows. `batch_invariant` states whether
-    answers have the same bits alone and beside other requests; then there is a `fingerprint`.
+    answers have the same bits alone and next to other requests; then there is a `fingerprint`.
     """
     caches = runner.caches
     return {
