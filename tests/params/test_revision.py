@@ -103,13 +103,14 @@ def test_limits_have_defaults() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_that_cannot_revise_name_the_families_that_can(family: Family) -> None:
     model = replace(TOKENISED, family=family, block_length=32)
-    if not family.is_block_causal:
+    if not family.is_block_causal or family.default_algorithm == "joint_threshold":
         assert decided(model, canvas_text="one", cache="none").revision is not None
         return
     for fields in ({"canvas_text": "one"}, {"noise": 0.5}):
         message = refusal(model, **fields)
         assert message.startswith(f"{next(iter(fields))}: given ")
         assert f"family {family.name} revises no text, but llada, dream, llada-moe" in message
+        assert message.endswith("a2d-llama or llada2.1 do")
 
 
 def test_tokens_are_checked() -> None:

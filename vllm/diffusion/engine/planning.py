@@ -130,13 +130,15 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
     visibility = _visibility_of(params, num_prompt_tokens)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
+    # The blocks of a text are scanned together.
+    scans = params.revision is not None
     return Demand(
         length=length,
-        sample_positions=params.block_length,
+        sample_positions=params.gen_length if scans else params.block_length,
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
-        first=min(visibility.first_end(num_prompt_tokens), length),
+        first=length if scans else min(visibility.first_end(num_prompt_tokens), length),
         unit=params.block_length if is_exact else None,
         adapts=adapts,
         of_rule=rule_memory(params),

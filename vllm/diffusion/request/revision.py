@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.request import Request
 
 DEFAULT_THRESHOLD = 0.1
+REPAIRING = "joint_threshold"  # the algorithm that replaces tokens that it reads
 MAX_ROUNDS = 8
 
 Span = tuple[int, int]  # first position and last + 1
@@ -35,6 +36,8 @@ _BESIDE_A_TEXT = {
     "edit_rounds": 1,
     "return_diff": False,
 }
+# Fields that choose tokens by the scores of masked copies.
+_OF_SCORES = ("noise", "edit_threshold", "max_edits", "edit_rounds")
 # Fields that have no meaning yet together with a text.
 _NOT_BESIDE_A_TEXT = ("allow_infill", "return_trajectory", "complete_blocks")
 
@@ -101,10 +104,7 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
     if family.is_open and names == ["canvas_token_ids"]:
         names = []
     if family.is_block_causal and (names or asked):
-        name = [*names, *asked][0]
-        able = in_words(f.name for f in FAMILIES if not f.is_block_causal)
-        wanted = f"wanted none: a model of family {family.name} revises no text, but {able} do"
-        raise InvalidParameterError(name, given[name], wanted)
+        _check_repair(request, [*names, *asked])
     if not names:
         if asked:
             wanted = "wanted it beside canvas_text or canvas_token_ids"
@@ -123,6 +123,26 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
         given.get("max_edits"),
         request.values["edit_rounds"],
     )
+
+
+def _check_repair(request: Request, names: Sequence[str]) -> None:
+    """Refuse what a block-causal family cannot do with a text.
+
+    Only models that were trained to replace tokens repair a text, and their rule sets the limits.
+    """
+    given, family = request.given, request.model.family
+    if family.default_algorithm != REPAIRING:
+        able = (f for f in FAMILIES if not f.is_block_causal or f.default_algorithm == REPAIRING)
+        revise = f"revises no text, but {in_words(f.name for f in able)} do"
+        wanted = f"wanted none: a model of family {family.name} {revise}"
+        raise InvalidParameterError(names[0], given[names[0]], wanted)
+    if request.algorithm.name != REPAIRING:
+        wanted = f"wanted algorithm: {REPAIRING}"
+        raise InvalidParameterError(names[0], given[names[0]], wanted)
+    for name in names:
+        if name in _OF_SCORES:
+            wanted = f"wanted it left out: {REPAIRING} replaces tokens by editing_threshold"
+            raise InvalidParameterError(name, given[name], wanted)
 
 
 def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> None:

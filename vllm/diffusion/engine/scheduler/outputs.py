@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult
     from vllm.diffusion.engine.scheduler.request_state import RequestState
+    from vllm.diffusion.request.params import DiffusionParams
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
@@ -197,8 +198,16 @@ def _edits(item: RequestState) -> dict[str, Any]:
             token not in (item.params.mask_id, new)
             for token, new in zip(text, answer, strict=False)
         ),
-        "scoring": "striped" if revision.changes_tokens else "none",
+        "scoring": _scoring(item.params),
     }
+
+
+def _scoring(params: DiffusionParams) -> str:
+    """Return how the tokens of a text are scored: as they are read, or in copies that mask them."""
+    if params.is_block_causal:
+        return "direct"
+    has_scores = params.revision is not None and params.revision.changes_tokens
+    return "striped" if has_scores else "none"
 
 
 def _num_end_tokens(item: RequestState) -> int:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A canvas that begins with a text, which the request revises.
+"""Canvases that begin with a text, which the request revises.
 
-A revision has rounds. A round scores the tokens of the text (`editing/choice.py`), masks the
-unlikely ones again, and leaves the masks to the decoding rule. The forwards that score compute
-copies of the canvas in which a part of its tokens is masked. They commit nothing. `ScoringCopies`
-(`scoring_copies.py`) computes several copies in one step.
+In block-causal families the rule (`decoding/repaired_text.py`) finds the tokens to replace.
+
+In families with full attention a revision has rounds. A round scores the tokens of the text
+(`editing/choice.py`), masks the unlikely ones again, and leaves the masks to the decoding rule. The
+forwards that score compute copies of the canvas in which a part of its tokens is masked. They
+commit nothing. `ScoringCopies` (`scoring_copies.py`) computes several copies in one step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.decoding import Commit, ForwardTarget, make_rule
+from vllm.diffusion.decoding.repaired_text import RepairedText
 from vllm.diffusion.editing.choice import StripedScores, choose
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.request.visibility import FULL
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, DecodingRule
     from vllm.diffusion.engine.messages import NewCanvas
+    from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.memory import KeptSequence
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.visibility import Visibility
@@ -35,30 +39,53 @@ _NOTHING = Commit(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 def make_canvas(new: NewCanvas, visibility: Visibility) -> Canvas:
     """Create the canvas of a request that starts."""
-    kind = Canvas if new.params.revision is None else RevisedCanvas
+    kind = Canvas
+    if new.params.revision is not None:
+        kind = TextCanvas if new.params.is_block_causal else RevisedCanvas
     return kind(new, visibility=visibility)
 
 
-class RevisedCanvas(Canvas):
-    """A canvas that begins with a text; for the arguments see `Canvas`."""
+class TextCanvas(Canvas):
+    """A canvas that begins with a text; for the arguments see `Canvas`.
+
+    With guidance, and for penalties, the text counts as a part of the answer.
+    """
 
     def __init__(
         self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
     ) -> None:
-        # With guidance, and for penalties, the text counts as a part of the answer. So all that
-        # depends on the first masks is created before the text is written.
+        # All that depends on the first masks is created before the text is written.
         super().__init__(new, cache, visibility)
         if self.params.revision is None:
             raise ValueError("revision: wanted a text, got None")
         self._revision = self.params.revision
         self._text = self._canvas[: self.params.num_open]  # a view: the positions of the answer
         self._text[: len(self._revision.token_ids)] = self._revision.token_ids
+        for guest in self._guests:
+            guest.begin(self.tokens)
+
+    def next_forward(self) -> tuple[ForwardTarget, Window]:
+        """Begin the next forward; a scan for blocks to repair ends where its window is cut."""
+        target, window = super().next_forward()
+        if not self._reaches_target and isinstance(self.rule, RepairedText):
+            shorter = self.rule.cut_scan(window.stop)
+            if shorter is not None:
+                self._target = target = shorter
+                self._reaches_target = True
+        return target, window
+
+
+class RevisedCanvas(TextCanvas):
+    """A canvas whose text is scored, masked and filled in rounds."""
+
+    def __init__(
+        self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
+    ) -> None:
+        super().__init__(new, cache, visibility)
         self._original = self._text.copy()
         self._is_pinned = np.zeros(self._text.size, dtype=np.bool_)
         for start, stop in self._revision.pinned:
             self._is_pinned[start:stop] = True
-        for guest in self._guests:
-            guest.begin(self.tokens)
         self._rounds_left = self._revision.rounds
         self._known_texts = set[bytes]()
         self._num_remasked = 0

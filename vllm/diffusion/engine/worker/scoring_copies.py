@@ -35,7 +35,9 @@ logger = init_logger(__name__)
 
 def scores_text(params: DiffusionParams) -> bool:
     """Whether a request scores a text."""
-    return params.revision is not None and params.revision.changes_tokens
+    if params.revision is None or params.is_block_causal:
+        return False
+    return params.revision.changes_tokens
 
 
 class _Uncached:
