@@ -33,7 +33,7 @@ SHAPES = {
     "llada2": [(3072, 2048), (2048, 2048), (10_240, 2048), (2048, 5120), (157_184, 2048)],
 }
 MOST_ROWS = 4096
-MOST_NUMBERS = 1 << 29  # numbers of a product in these tests
+MAX_NUMBERS = 1 << 27  # numbers of a product in these tests
 
 
 def invariant(weight: Tensor, bias: Tensor | None = None) -> ops.InvariantProjection:
@@ -78,8 +78,11 @@ def test_rows_only_choose_among_kernels_that_do_not_split(shape: Any) -> None:
         tilings = [
             dispatch.unsplit_tiling(rows, *shape, adds=adds, card=H200) for adds in (False, True)
         ]
-        tilings.append(dispatch.linear_tiling(rows, *shape, gated=True, card=H200))
         assert all(tiling is None or tiling.split == 1 for tiling in tilings)
+        gated = dispatch.unsplit_gated_tiling(rows, *shape, card=H200)
+        assert gated is not None and gated.split == 1
+    assert dispatch.unsplit_gated_tiling(1, *shape, card=dispatch.NO_CARD) is None
+    assert dispatch.unsplit_gated_tiling(1, 24, 64, card=H200) is None
 
 
 # ---- the reference on the CPU ----
@@ -172,7 +175,7 @@ def test_products_have_the_same_bits(
 ) -> None:
     bias = tensors(columns) if has_bias else None
     projection = invariant(tensors(columns, depth, std=0.02), bias)
-    scratch, most = FreshBuffers("cuda"), min(MOST_ROWS, MOST_NUMBERS // columns)
+    scratch, most = FreshBuffers("cuda"), min(MOST_ROWS, MAX_NUMBERS // columns)
     x, target = tensors(most, depth), tensors(most, columns)
 
     def results(rows: slice) -> list[Tensor]:
