@@ -816,7 +816,8 @@ def test_an_answer_is_revised_beside_it_and_locked_parts_stay(page: Browser) -> 
     ask(page, QUESTION)
     press(page, "Revise answer 1")
     page.run(
-        "{ const b = document.getElementById('revised'); b.value = b.value.replace('Paris', 'Rome');"
+        "{ const b = document.getElementById('revised');"
+        "b.value = b.value.replace('Paris', 'Rome');"
         "b.dispatchEvent(new Event('input')); b.setSelectionRange(0, 11);"
         "document.querySelector('[name=lock]').click(); }"
     )
