@@ -141,8 +141,9 @@ def _choose(
 
 @dataclass(frozen=True)
 class ShrinkConfig:
-    """Tile of one program of the product with the first low-rank matrix: ranks and depth."""
+    """Tile of one program of the product with the first low-rank matrix: rows, ranks and depth."""
 
+    rows: int
     ranks: int
     depth: int
     num_warps: int
@@ -151,8 +152,9 @@ class ShrinkConfig:
 
 @dataclass(frozen=True)
 class ExpandConfig:
-    """Tile of one program of the product with the second low-rank matrix: columns and ranks."""
+    """Tile of one program of the product with the second low-rank matrix: rows, columns, ranks."""
 
+    rows: int
     columns: int
     ranks: int
     num_warps: int
@@ -162,18 +164,23 @@ class ExpandConfig:
 
 
 MAX_PIECES = 3  # pieces of the columns of an expansion
-# Maximum number of rows of a step, and the rows of a tile for it.
-_LOW_RANK_TILES = ((128, 16), (1024, 32), (None, 64))
-_SHRINK_RANKS = 64  # maximum ranks of a tile
-_MAX_SPLITS = 8
-_SHRINK_PROGRAMS = 128  # programs of all tiles and splits, unless tiles alone are more
-_MIN_SPLIT_DEPTH = 1024
+_FEW_ROWS = 128  # rows of a step up to which tiles are small
+_SMALL_TILE, _LARGE_TILE = 16, 64  # maximum rows of a tile
+# Maximum rows of a step, and the rows of a program for it.
+_SHRINK_ROWS = ((512, 16), (2048, 32), (None, 64))
+_SHRINK_RANKS = 64  # maximum ranks of a program; half of it for few rows
+_MIN_SPLIT_DEPTH = 512
 MAX_SPLIT_ROWS = 2048  # limit of rows times splits
+# Maximum splits, and rows times splits, of sums with few ranks, and with many, of which more
+# programs share a row anyway.
+_SPLITS, _SPLITS_OF_MANY_RANKS = (8, MAX_SPLIT_ROWS), (4, 512)
+_EXPAND_PROGRAMS = 256  # programs that large tiles must leave
+_HIGH_RANK = 32  # rank above which programs of gate and up have fewer columns
 
 
 def low_rank_tile(num_rows: int) -> int:
     """Return the rows of a tile of low-rank products, for a step of `num_rows` rows."""
-    return next(rows for limit, rows in _LOW_RANK_TILES if limit is None or num_rows <= limit)
+    return _SMALL_TILE if num_rows <= _FEW_ROWS else _LARGE_TILE
 
 
 def low_rank_splits(num_rows: int, depth: int, num_ranks: int) -> int:
@@ -181,34 +188,48 @@ def low_rank_splits(num_rows: int, depth: int, num_ranks: int) -> int:
 
     Rows times parts are at most `MAX_SPLIT_ROWS`, unless there is only one part.
     """
-    num_tiles = -(-num_rows // low_rank_tile(num_rows)) * -(-num_ranks // _SHRINK_RANKS)
-    limit = min(_MAX_SPLITS, _SHRINK_PROGRAMS // max(num_tiles, 1), depth // _MIN_SPLIT_DEPTH)
-    limit = min(limit, MAX_SPLIT_ROWS // max(num_rows, 1))
+    splits, most_rows = _SPLITS if num_ranks <= _SHRINK_RANKS else _SPLITS_OF_MANY_RANKS
+    limit = min(splits, depth // _MIN_SPLIT_DEPTH, most_rows // max(num_rows, 1))
     return 1 << max(limit, 1).bit_length() - 1
 
 
-def choose_shrink(num_ranks: int, element_bytes: int) -> ShrinkConfig:
-    """Choose the tile for the ranks of all parts together."""
-    ranks = min(max(_power_of_two(num_ranks), 16), _SHRINK_RANKS)
+def choose_shrink(
+    num_rows: int, num_ranks: int, split_depth: int, element_bytes: int
+) -> ShrinkConfig:
+    """Choose the tile for the ranks of all parts together, and the depth of a part of the sum."""
+    rows = _shrink_rows(num_rows)
+    most = _SHRINK_RANKS // 2 if num_rows <= _FEW_ROWS < num_ranks else _SHRINK_RANKS
+    ranks = min(max(_power_of_two(num_ranks), 16), most)
     if element_bytes > 2:
-        return ShrinkConfig(ranks, 32, num_warps=4, num_stages=2)
-    return ShrinkConfig(ranks, 128, num_warps=4, num_stages=4)
+        return ShrinkConfig(rows, ranks, 32, num_warps=4, num_stages=2)
+    # A short loop has no time to use more stages.
+    return ShrinkConfig(rows, ranks, 128, num_warps=4, num_stages=2 if split_depth <= 1024 else 4)
 
 
-def choose_expand(tile_rows: int, max_rank: int, element_bytes: int) -> ExpandConfig:
-    """Choose the tile for tiles of `tile_rows` rows."""
+def choose_expand(
+    num_rows: int, num_columns: int, max_rank: int, element_bytes: int
+) -> ExpandConfig:
+    """Choose the tile for a step of `num_rows` rows."""
     ranks = min(max(_power_of_two(max_rank), 16), 64)
     if element_bytes > 2:
-        return ExpandConfig(64, min(ranks, 32), num_warps=4)
-    return ExpandConfig(128, ranks, num_warps=4)
+        return ExpandConfig(32, 64, min(ranks, 32), num_warps=4)
+    columns = 128
+    num_programs = num_rows // _LARGE_TILE * (num_columns // columns)
+    rows = _LARGE_TILE if num_programs >= _EXPAND_PROGRAMS else 32
+    return ExpandConfig(rows, columns, ranks, num_warps=4)
 
 
-def choose_gated_expand(tile_rows: int, max_rank: int, element_bytes: int) -> ExpandConfig:
+def choose_gated_expand(max_rank: int, element_bytes: int) -> ExpandConfig:
     """Choose the tile of gate and up, each of which has the columns of the tile."""
     ranks = min(max(_power_of_two(max_rank), 16), 64)
     if element_bytes > 2:
-        return ExpandConfig(32, min(ranks, 32), num_warps=4)
-    return ExpandConfig(64 if tile_rows > 32 else 128, ranks, num_warps=4)
+        return ExpandConfig(32, 32, min(ranks, 32), num_warps=4)
+    rows, columns = (_LARGE_TILE, 64) if max_rank > _HIGH_RANK else (32, 128)
+    return ExpandConfig(rows, columns, ranks, num_warps=4)
+
+
+def _shrink_rows(num_rows: int) -> int:
+    return next(rows for limit, rows in _SHRINK_ROWS if limit is None or num_rows <= limit)
 
 
 def _power_of_two(number: int) -> int:

@@ -20,16 +20,16 @@ from .overlap import begin, overlaps
 
 
 @triton.jit
-def _read_tile(tiles, first_row, num_rows, ROWS: tl.constexpr):
-    """Return a program's slot, the rows of its tile, and which of them it computes.
+def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.constexpr):
+    """Return a program's slot, its rows, and which of them it computes; SHARES divide a tile.
 
     Loads of tables and matrices bypass L1, because they precede the wait for earlier kernels.
     """
-    entry = tiles + 3 * tl.program_id(0)
+    entry = tiles + 3 * (tl.program_id(0) // SHARES)
     slot = tl.load(entry, cache_modifier=".cg").to(tl.int64)
     start = tl.load(entry + 1, cache_modifier=".cg")
     count = tl.load(entry + 2, cache_modifier=".cg")
-    offsets = tl.arange(0, ROWS)
+    offsets = tl.program_id(0) % SHARES * ROWS + tl.arange(0, ROWS)
     rows = start - first_row + offsets
     is_row = (offsets < count) & (rows >= 0) & (rows < num_rows)
     return slot, rows.to(tl.int64), is_row
@@ -74,12 +74,13 @@ def shrink_kernel(
     low_stride,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
     rank = 0
     for part in tl.static_range(PARTS):
         rank = tl.maximum(rank, _read_rank(ranks, slot, part, ranks_stride))
@@ -220,12 +221,13 @@ def expand_kernel(
     up_stride,
     ranks_stride,
     out_stride,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
     block = tl.program_id(1)
     begin1 = tl.cdiv(count0, COLUMNS)
     begin2 = begin1 + tl.cdiv(count1, COLUMNS)
@@ -284,12 +286,13 @@ def gated_expand_kernel(
     out_stride,
     HAS_GATE: tl.constexpr,
     HAS_UP: tl.constexpr,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, ROWS)
+    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
     # A tile without a slot has the rank 0, so that nothing of these addresses is read.
@@ -352,9 +355,10 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
     down, _, ranks, scales = matrices
     _, num_parts, max_rank, depth = down.shape
     num_splits, num_ranks = len(low), num_parts * max_rank
-    config = choose_shrink(num_ranks, x.element_size())
-    split_depth = triton.cdiv(triton.cdiv(depth, num_splits), config.depth) * config.depth
-    num_tiles, num_programs = len(tiles.table), triton.cdiv(num_ranks, config.ranks)
+    split_depth = triton.cdiv(depth, num_splits)
+    config = choose_shrink(len(x), num_ranks, split_depth, x.element_size())
+    num_tiles, shares = _shares(tiles, config)
+    num_programs = triton.cdiv(num_ranks, config.ranks)
     counters = _counters(x.device)
     assert num_splits == 1 or num_tiles * num_programs <= len(counters)
     shrink_kernel[num_tiles, num_programs, num_splits](
@@ -369,7 +373,7 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
         len(x),
         max_rank,
         depth,
-        split_depth,
+        triton.cdiv(split_depth, config.depth) * config.depth,
         x.stride(0),
         *down.stride()[:3],
         ranks.stride(0),
@@ -377,7 +381,7 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
         *low.stride()[:2],
         PARTS=num_parts,
         SPLITS=num_splits,
-        ROWS=tiles.size,
+        **shares,
         RANKS=config.ranks,
         DEPTH=config.depth,
         **_options(x, config),
@@ -387,10 +391,11 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
 def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
     """Enqueue the sums of `expand`; the arguments are checked."""
     up, ranks = matrices.up, matrices.ranks
-    config = choose_expand(tiles.size, up.shape[1], out.element_size())
+    config = choose_expand(*out.shape, up.shape[1], out.element_size())
+    num_tiles, shares = _shares(tiles, config)
     num_blocks = sum(triton.cdiv(piece.width, config.columns) for piece in pieces)
     padded = (*pieces, *[(0, 0, 0, 0)] * (MAX_PIECES - len(pieces)))
-    expand_kernel[len(tiles.table), num_blocks](
+    expand_kernel[num_tiles, num_blocks](
         low,
         up,
         ranks,
@@ -404,7 +409,7 @@ def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
         *up.stride()[:2],
         ranks.stride(0),
         out.stride(0),
-        ROWS=tiles.size,
+        **shares,
         COLUMNS=config.columns,
         RANKS=config.ranks,
         **_options(out, config),
@@ -416,8 +421,9 @@ def launch_gated_expand(
 ) -> None:
     """Enqueue the products of `gated_expand`; the arguments are checked."""
     up, ranks, width = matrices.up, matrices.ranks, out.shape[1]
-    config = choose_gated_expand(tiles.size, up.shape[1], out.element_size())
-    gated_expand_kernel[len(tiles.table), triton.cdiv(width, config.columns)](
+    config = choose_gated_expand(up.shape[1], out.element_size())
+    num_tiles, shares = _shares(tiles, config)
+    gated_expand_kernel[num_tiles, triton.cdiv(width, config.columns)](
         low,
         up,
         ranks,
@@ -435,11 +441,18 @@ def launch_gated_expand(
         out.stride(0),
         HAS_GATE=has_gate,
         HAS_UP=has_up,
-        ROWS=tiles.size,
+        **shares,
         COLUMNS=config.columns,
         RANKS=config.ranks,
         **_options(out, config),
     )
+
+
+def _shares(tiles, config) -> tuple[int, dict[str, int]]:
+    """Return the number of programs of all tiles, and how they divide a tile."""
+    rows = min(config.rows, tiles.size)
+    shares = tiles.size // rows
+    return len(tiles.table) * shares, {"SHARES": shares, "ROWS": rows}
 
 
 @functools.cache

@@ -113,13 +113,13 @@ def test_the_warm_up_runs_every_step_without_and_with_an_adapter(
 
 
 def test_kernels_of_every_size_are_compiled_ahead(checkpoint: Callable[[str], Path]) -> None:
-    """The calls of an engine with adapters are those of each size of a product, at 5 row counts."""
+    """The calls of an engine with adapters are those of each size of a product, at 7 row counts."""
     with running(checkpoint("gqa")) as engine:
         before = len(list(kernel_calls(engine.runner.model, torch.device("cpu"))))
     with running(checkpoint("gqa"), enable_lora=True) as engine:
         calls = list(kernel_calls(engine.runner.model, torch.device("cpu")))
         # queries, keys and values; the output of attention; gate and up; down; the head
-        assert len(calls) - before == 5 * 5
+        assert len(calls) - before == 5 * 7
         with torch.inference_mode():
             for call in calls[before:]:
                 call()
@@ -199,7 +199,8 @@ def check_replay(
 ) -> None:
     """Compare a graph with eager layers; requests have the first adapter, the second, and none.
 
-    With adapters, gate and up are stored, which changes the last bits before fp8 rounds them.
+    The graph has more rows, whose sums have other parts, and with adapters gate and up are stored.
+    This changes last bits, and a changed bit can change an fp8 number of every later layer.
     """
     from vllm.diffusion.engine.worker.adapting import source_of
 
@@ -233,11 +234,11 @@ def check_replay(
     for given, expected, without in zip(actual, wanted, plain, strict=True):
         rows = given[: batch.num_rows].float().flatten(1)
         errors = (rows - expected).norm(dim=1) / expected.norm(dim=1)
-        assert (errors < 2e-2).all()
+        assert errors.median() < 0.2 if fp8 else (errors < 2e-2).all()
         changes = (expected - without).norm(dim=1) / without.norm(dim=1)
         others = changes[~adapted]
         assert (changes[adapted] > 0.3).all()
-        if len(others):  # a changed bit can change an fp8 number of every later layer
+        if len(others):
             assert others.median() <= 0.2 if fp8 else (others == 0).all()
     for name in names:
         runner.adapters.end(name)

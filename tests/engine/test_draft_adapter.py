@@ -25,6 +25,8 @@ from tests.engine.harness import (
     running,
     uncached,
 )
+from vllm.diffusion.adapters import draft_adapter
+from vllm.diffusion.adapters.draft_adapter import DraftAdapter
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.scheduler.paging import Paging
@@ -338,3 +340,25 @@ def test_refusals(case: str, line: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_an_adapter_has_no_slots(plain: tuple[Path, list[Response]]) -> None:
     assert not served_model(engine_config(plain[0])).has_draft_adapter
+
+
+def test_the_folder_of_a_checkpoint_on_the_hub_is_downloaded(
+    plain: tuple[Path, list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, although several parts of a server ask for it."""
+    add_adapter(plain[0], tmp_path / "snapshot" / "adapter", gain=1.0)
+    calls = list[tuple[str, str | None, str]]()
+
+    def download(name: str, *, revision: str | None, allow_patterns: str) -> str:
+        calls.append((name, revision, allow_patterns))
+        if name == "some/private":
+            raise OSError("not found")
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(draft_adapter, "snapshot_download", download)
+    for _ in range(2):
+        found = draft_adapter.draft_adapter_in("some/model", "adapter", "v1")
+        assert found == DraftAdapter(str(tmp_path / "snapshot" / "adapter"))
+    assert calls == [("some/model", "v1", "adapter/*")]
+    assert draft_adapter.draft_adapter_in("some/model", "other", "v1") is None
+    assert draft_adapter.draft_adapter_in("some/private", "adapter", None) is None

@@ -15,8 +15,9 @@ from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
 from vllm.diffusion.adapters.matrices import Shard
 from vllm.diffusion.adapters.slot_memory import SlotMemory
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
-from vllm.diffusion.engine.planning import model_shape
+from vllm.diffusion.engine.planning import make_planner, model_shape
 from vllm.diffusion.memory import Planner
+from vllm.diffusion.memory.cost import CPU
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import Residency
 from vllm.diffusion.memory.shapes import StepShape
@@ -113,3 +114,16 @@ def test_plans_count_adapters_only_in_their_steps(case_path: Callable[[str], Pat
     adapted = peak(planner, step._replace(adapts=True))
     # Each row has the numbers of gate and up between both products.
     assert adapted >= peak(planner, step) + rows * 2 * 128 * 4
+
+
+def test_host_memory_for_adapters_is_not_used_for_caches(
+    case_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every rank has all adapters, whose tensors here are those of the highest rank."""
+    path = case_path("gqa")
+    folder = save_adapter(tmp_path, random_adapter(path, rank=RANK), rank=RANK)
+    config = engine_config(path, enable_lora=True, max_cpu_loras=3, max_lora_rank=RANK)
+    adapter = reader_of(config).read("some", str(folder))
+    num_bytes = sum(pair.down.nbytes + pair.up.nbytes for pair in adapter.low_ranks.values())
+    plain, adapting = (make_planner(one, 1 << 30, CPU) for one in (engine_config(path), config))
+    assert plain.host_bytes - adapting.host_bytes == 3 * num_bytes

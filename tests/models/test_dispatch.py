@@ -40,7 +40,8 @@ def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
     chosen = [rows for rows in range(300) if tiling(rows, 6144, 4096) is not None]
     assert chosen == [*range(1, 129)]
     assert tiling(32, 4096, 4096 + 64) is None  # the depth has no two halves of whole steps
-    assert tiling(32, 24576, 4096) is None  # cuBLAS is as fast, unless an operation is fused
+    assert tiling(128, 24576, 4096) == Tiling(192)
+    assert tiling(129, 24576, 4096) is None
     assert tiling(32, 24576, 4096, gated=True) == Tiling(192)
     assert tiling(32, 12288, 4096, gated=True) == Tiling(96)
 

@@ -22,6 +22,9 @@ ROUTES = (
         "/tokenize",
         "/detokenize",
         "/invocations",
+        "/v1/fim/completions",
+        "/v1/edit/completions",
+        "/v1/apply/completions",
     ),
 )
 TIMED_OUT = 504  # the right status for a small drawn `timeout_s`

@@ -811,6 +811,31 @@ def test_a_question_asked_again_is_a_branch_and_nothing_is_lost(
     assert contents[::2] == [QUESTION, other, "and Japan?"]
 
 
+def test_an_answer_is_revised_beside_it_and_locked_parts_stay(page: Browser) -> None:
+    page.run(LISTEN)
+    ask(page, QUESTION)
+    press(page, "Revise answer 1")
+    page.run(
+        "{ const b = document.getElementById('revised');"
+        "b.value = b.value.replace('Paris', 'Rome');"
+        "b.dispatchEvent(new Event('input')); b.setSelectionRange(0, 11);"
+        "document.querySelector('[name=lock]').click(); }"
+    )
+    assert page.run("document.querySelector('.locked mark').textContent") == ANSWER[:11]
+    page.run("document.querySelector('[name=revise]').click()")
+    wait_for_answer(page)
+    assert answers(page) == [ANSWER]
+    assert page.run("document.querySelector('.count').ariaLabel") == "Version 2 of 2"
+    text = ANSWER.replace("Paris", "Rome")
+    assert page.run("document.querySelector('.diff').textContent").splitlines() == [
+        f"-{text}",
+        f"+{ANSWER}",
+    ]
+    body = page.run("window.sent")[1]
+    assert (body["canvas_text"], body["pinned"]) == (text, [[0, 11]])
+    assert "gen_length" not in body and "max_tokens" not in body
+
+
 def test_a_text_that_is_not_sent_yet_is_kept(page: Browser, server: ServerProcess) -> None:
     box = "document.getElementById('question').value"
     ask(page, QUESTION)

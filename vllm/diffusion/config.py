@@ -259,7 +259,8 @@ def slots_of(vllm_config: VllmConfig) -> SlotSizes | None:
         raise ServerConfigError(f"draft_adapter: given {given!r}; {wanted}")
     draft = None if given is None else DraftAdapter(given)
     if draft is None and folder is not None:
-        draft = draft_adapter_in(vllm_config.model_config.model, folder)
+        model = vllm_config.model_config
+        draft = draft_adapter_in(model.model, folder, model.revision)
     return slot_sizes(vllm_config, draft)
 
 
@@ -300,6 +301,7 @@ def served_model(vllm_config: VllmConfig) -> ServedModel:
         has_draft_adapter=slots is not None and slots.draft is not None,
         guides=None if encode is None else _guides(model, ids, vocab_size, encode),
         encode=encode,
+        spans=None if encode is None else partial(_spans, model),
     )
 
 
@@ -325,6 +327,26 @@ def _schedule_of(generation: Mapping[str, Any]) -> dict[str, Any]:
         return canonical(given)
     except InvalidParameterError as error:
         raise ServerConfigError(f"generation_config.json: {error}") from None
+
+
+def _spans(model: ModelConfig, text: str) -> Sequence[tuple[int, int]]:
+    """Return the first character and last + 1 of the tokens of `_encode`.
+
+    A space that a token begins with counts as a part of it.
+
+    Raises:
+        InvalidParameterError: the tokenizer does not report characters.
+    """
+    tokenizer = cached_tokenizer_from_config(model)
+    if not getattr(tokenizer, "is_fast", False):
+        wanted = "wanted canvas_token_ids: this tokenizer does not report the characters of a token"
+        raise InvalidParameterError("canvas_text", text, wanted)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans, end = list[tuple[int, int]](), 0
+    for start, stop in offsets["offset_mapping"]:
+        spans.append((min(start, end), stop))
+        end = stop
+    return spans
 
 
 def _encode(model: ModelConfig, text: str) -> Sequence[int]:

@@ -8,13 +8,17 @@ It has a slot of its own, after the slots of the requests' adapters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's own
 
 from vllm.diffusion.adapters.matrices import Matrices
 from vllm.diffusion.adapters.peft_files import CONFIG, AdapterReader, Sizes, sizes_of
 from vllm.diffusion.core.errors import AdapterError, ServerConfigError
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from typing import Any
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.diffusion.adapters.peft_files import Adapter
+
+logger = init_logger(__name__)
 
 SETTING = "draft_adapter"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,7 +74,27 @@ class DraftAdapter:
             raise ServerConfigError(f"{SETTING}: {error}") from None
 
 
-def draft_adapter_in(checkpoint: str, folder: str) -> DraftAdapter | None:
-    """Return the adapter in a folder of a checkpoint; None if it has none."""
-    path = Path(checkpoint) / folder
+def draft_adapter_in(checkpoint: str, folder: str, revision: str | None) -> DraftAdapter | None:
+    """Return the adapter in a folder of a checkpoint; None if it has none.
+
+    Args:
+        checkpoint: a folder, or a name on the Hugging Face Hub.
+        folder: name of the folder in it.
+        revision: revision on the Hub; None for the latest.
+    """
+    path = Path(checkpoint)
+    if not path.is_dir():
+        path = _downloaded(checkpoint, folder, revision)
+    path /= folder
     return DraftAdapter(str(path)) if (path / CONFIG).is_file() else None
+
+
+@cache
+def _downloaded(checkpoint: str, folder: str, revision: str | None) -> Path:
+    """Return where a checkpoint on the Hub is stored locally, after its folder was downloaded."""
+    try:
+        patterns = f"{folder}/*"
+        return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError, HTTPError) as error:
+        logger.warning("%s: no folder %s from the Hugging Face Hub: %s", checkpoint, folder, error)
+        return Path(checkpoint)

@@ -11,6 +11,8 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm.config import VllmConfig
     from vllm.config.lora import LoRAConfig
     from vllm.diffusion.adapters.draft_adapter import DraftAdapter
@@ -81,16 +83,23 @@ class SlotSizes(NamedTuple):
         num_requested: number of slots for adapters of requests.
         max_rank: highest rank of an adapter.
         draft: the adapter for drafts, whose slot follows; None without one.
+        num_known: maximum number of adapters in host memory.
     """
 
     matrices: Matrices
     num_requested: int
     max_rank: int
     draft: DraftAdapter | None
+    num_known: int = 0
 
     @property
     def num_slots(self) -> int:
         return self.num_requested + (self.draft is not None)
+
+    def known_bytes(self, dtype: torch.dtype) -> int:
+        """Return the maximum bytes that a rank's adapters take in host memory."""
+        sizes = (matrix.num_rows + matrix.num_columns for matrix in self.matrices.all.values())
+        return self.num_known * self.max_rank * sum(sizes) * dtype.itemsize
 
 
 def slot_sizes(vllm_config: VllmConfig, draft: DraftAdapter | None) -> SlotSizes | None:
@@ -104,7 +113,8 @@ def slot_sizes(vllm_config: VllmConfig, draft: DraftAdapter | None) -> SlotSizes
     if draft is not None:
         modules = modules and [*modules, *draft.sizes.modules]
         rank = max(rank, draft.sizes.rank)
-    return SlotSizes(Matrices(config, modules), lora.max_loras, rank, draft)
+    num_known = lora.max_cpu_loras or lora.max_loras
+    return SlotSizes(Matrices(config, modules), lora.max_loras, rank, draft, num_known)
 
 
 def _shown(value: Any) -> str:

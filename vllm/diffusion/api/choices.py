@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.api.adapter_requests import requested_adapter
 from vllm.diffusion.api.prometheus import count_abort
-from vllm.diffusion.api.report import add_stop_string, reports_by_choice, timeout_in
+from vllm.diffusion.api.report import (
+    add_stop_string,
+    describe_edits,
+    reports_by_choice,
+    timeout_in,
+)
 from vllm.diffusion.request.decision import DECISION, attach, is_decided
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
@@ -113,6 +118,7 @@ async def stream_outputs(
                 report = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
                 add_stop_string(report, completion, length)
+                describe_edits(report, sampling.extra_args[DECISION], engine.renderer.tokenizer)
                 late = timeout_in(report)
                 if is_whole and late is not None:
                     raise RequestTimedOut(late)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel
 
+from vllm.diffusion.editing.differences import Edit, applied, unified_diff
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from vllm.diffusion.request.params import DiffusionParams
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -44,6 +46,12 @@ class DiffusionReport(BaseModel):
             the steps of these answers, and the average during that step.
         budget_bytes: size of the activation pool.
         infilled: per answer, the tokens that replaced mask tokens of the prompt, by position.
+        edits: per answer that revises a text, the tokens [start, stop) of the text that were
+            replaced, with their ids and texts before and after.
+        num_edited: tokens of these texts that differ in the answers.
+        num_remasked: tokens of these texts that were masked again.
+        scoring: how the tokens of these texts were scored; `none` if none may change.
+        diff: per answer, the unified diff between the text and the answer, if it was requested.
         trajectories: per answer, the recorded denoising steps, if they were requested.
         batch_invariant: whether the answers have the same bits next to other requests.
         fingerprint: what that promise rests on; equal fingerprints promise equal bits.
@@ -74,6 +82,11 @@ class DiffusionReport(BaseModel):
     replaced_by: dict[str, str] | None = None
     canvas_lengths: list[int] | None = None
     infilled: list[dict[int, int]] | None = None
+    edits: list[list[dict[str, Any]]] | None = None
+    num_edited: int | None = None
+    num_remasked: int | None = None
+    scoring: str | None = None
+    diff: list[str] | None = None
     trajectories: list[dict[str, Any] | None] | None = None
     batch_invariant: bool | None = None
     fingerprint: str | None = None
@@ -117,6 +130,11 @@ class DiffusionReport(BaseModel):
             budget_bytes=largest.get("budget_bytes"),
             canvas_lengths=canvas_lengths or None,
             infilled=infilled if any(infilled) else None,
+            edits=_each(reports, "edits"),
+            num_edited=_sum_of(reports, "num_edited"),
+            num_remasked=_sum_of(reports, "num_remasked"),
+            scoring=next((r["scoring"] for r in reports if "scoring" in r), None),
+            diff=_each(reports, "diff"),
             trajectories=trajectories_in(messages),
             batch_invariant=largest.get("batch_invariant"),
             fingerprint=largest.get("fingerprint"),
@@ -134,6 +152,7 @@ _MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
 _RARE = (
     *("replaced_by", "canvas_lengths", "infilled", "trajectories", "error"),
     *("drafts_tried", "drafts_held", "cold_forwards"),
+    *("edits", "num_edited", "num_remasked", "scoring", "diff"),
     *("batch_invariant", "fingerprint", "refreshed_early"),
 )
 
@@ -142,6 +161,27 @@ def _sum_of(reports: Iterable[Mapping[str, Any]], name: str) -> int | None:
     """Return the sum of a number that only some algorithms report; None without any."""
     numbers = [report[name] for report in reports if name in report]
     return sum(numbers) if numbers else None
+
+
+def _each(reports: Iterable[Mapping[str, Any]], name: str) -> list[Any] | None:
+    """Return a value of each report that has it; None if none has."""
+    values = [report[name] for report in reports if name in report]
+    return values or None
+
+
+def describe_edits(report: dict[str, Any], decided: DiffusionParams, tokenizer: Any) -> None:
+    """Add the texts of the edits to the report of a revised text, and the diff if requested."""
+    revision = decided.revision
+    if revision is None or "edits" not in report or tokenizer is None:
+        return
+    edits = report["edits"]
+    for edit in edits:
+        edit["old"], edit["new"] = (tokenizer.decode(edit[f"{age}_ids"]) for age in ("old", "new"))
+    if decided.return_diff:
+        text = revision.token_ids[: revision.num_before_end(decided.stop_ids)]
+        named = [Edit(*(edit[name] for name in Edit._fields)) for edit in edits]
+        before, after = (tokenizer.decode(list(ids)) for ids in (text, applied(text, named)))
+        report["diff"] = unified_diff(before, after)
 
 
 def _replacements(ignored: Iterable[str]) -> dict[str, str]:

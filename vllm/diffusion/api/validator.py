@@ -156,6 +156,21 @@ class Validator:
             return None
         return decide({"gen_length": 1}, self._model, [0]).kept_unit
 
+    def tokens_of(self, field: str, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        """Return the tokens of a text and the first character and last + 1 of each.
+
+        Raises:
+            InvalidParameterError: naming `field`; the text has a mask token, or there is no
+                tokenizer that reports characters.
+        """
+        model = self._model
+        if model.encode is None or model.spans is None:
+            raise InvalidParameterError(field, text, "wanted a server with a tokenizer")
+        token_ids = model.encode(text)
+        if model.ids.mask in token_ids:
+            raise InvalidParameterError(field, text, "wanted a text without mask tokens")
+        return token_ids, model.spans(text)
+
     def refuse_blocks(self, what: str, instead: str) -> None:
         """Refuse a feature that has no clear meaning under block-causal attention.
 

@@ -15,6 +15,7 @@ from vllm.diffusion.decoding.base import (
     ScorePick,
     most_certain_first,
 )
+from vllm.diffusion.decoding.repaired_text import RepairedText
 from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.together import BatchedChoice, BatchedCommit
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
@@ -41,9 +42,11 @@ CAUSAL_RULES = _rules(BLOCK_ALGORITHMS, "causal_rule")  # rules of families with
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
-    """Create the rule of a request: that of `params.algorithm`, or the rule for likelihoods."""
+    """Create the rule of a request: that of `params.algorithm`, or one for likelihoods or texts."""
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
+    if params.revision is not None and params.is_block_causal:
+        return RepairedText(params, prompt_length)
     rules = BLOCK_RULES if params.is_block_causal else RULES
     rules = CAUSAL_RULES if params.has_causal_context else rules
     return rules[params.algorithm](params, prompt_length)

@@ -41,6 +41,10 @@ class AdaBlock(Threshold):
         masked = tokens == self.params.mask_id
         if self._end is not None and not masked[self._start : self._end].any():
             self._start, self._end = self._end, None
+        if self._end is None:
+            # A given text may have tokens where the block would begin.
+            later = masked[self._start :].nonzero()[0]
+            self._start += int(later[0]) if later.size else len(masked)
         if self._start >= len(masked):
             return self.fill_remaining(masked)
         return self._target(masked)

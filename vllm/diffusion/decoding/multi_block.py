@@ -123,6 +123,9 @@ class MultiBlock(PipelinedRule):
         self.promote_blocks()
         if eos is None:
             self.start_block_if_due(masked)
+            # The first blocks of a given text may have no masks.
+            while not masked[: self.active_end].any() and self.start_block_if_due(masked):
+                pass
         first_row = 0 if self._cache is None else self._cache.first_row(self.blocks, self.step)
         if not masked[first_row:].any():  # only positions of the prompt are still masked
             first_row = 0

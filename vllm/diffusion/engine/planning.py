@@ -74,7 +74,7 @@ def make_planner(
         budget_bytes,
         row_budget(vllm_config),
         uses_host=architecture.has_equal_layers and envs.use_host_residual(),
-        host_bytes=host_cache_budget(parallel.tensor_parallel_size * shards),
+        host_bytes=_host_cache_budget(vllm_config, parallel.tensor_parallel_size * shards),
         is_split=is_on_gpu and envs.use_vmm() and arena.is_built(),
         rates=rates,
         shards=shards,
@@ -130,13 +130,15 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
     visibility = _visibility_of(params, num_prompt_tokens)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
+    # The blocks of a text are scanned together.
+    scans = params.revision is not None
     return Demand(
         length=length,
-        sample_positions=params.block_length,
+        sample_positions=params.gen_length if scans else params.block_length,
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
-        first=min(visibility.first_end(num_prompt_tokens), length),
+        first=length if scans else min(visibility.first_end(num_prompt_tokens), length),
         unit=params.block_length if is_exact else None,
         adapts=adapts,
         of_rule=rule_memory(params),
@@ -338,11 +340,14 @@ def _experts(
     )
 
 
-def host_cache_budget(num_ranks: int) -> int:
+def _host_cache_budget(vllm_config: VllmConfig, num_ranks: int) -> int:
     """Return the host bytes per rank for cached keys and values; equal in all processes."""
     if not envs.use_host_residual():
         return 0
-    return envs.host_cache_size_bytes() or _host_memory() // 2 // num_ranks
+    slots = slots_of(vllm_config)
+    adapter_bytes = 0 if slots is None else slots.known_bytes(vllm_config.model_config.dtype)
+    share = _host_memory() // 2 // num_ranks
+    return envs.host_cache_size_bytes() or max(share - adapter_bytes, 0)
 
 
 @functools.cache

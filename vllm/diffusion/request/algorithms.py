@@ -434,7 +434,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             pace="steps",
             parameters=(
                 *("steps_per_block", "t_min", "t_max", "entropy_bound", "stability_threshold"),
-                *("confidence_threshold", "canvas_token_ids"),
+                "confidence_threshold",
             ),
             caches=_KEPT_BLOCKS,
             causal_rule="entropy_bound.EntropyBound",
@@ -488,8 +488,8 @@ def _score_threshold(value: float, request: Request) -> float:
 def _early_stop(value: bool, request: Request) -> bool:
     if request.values["ignore_eos"] or request.model.ids.eos is None:
         return False
-    # early_stop would end the whole canvas at once, including the suffix.
-    return value and not request.values["suffix_ids"]
+    # early_stop would end the whole canvas at once, including the suffix and a given text.
+    return value and not request.values["suffix_ids"] and request.revision is None
 
 
 def _frechet_margin(margin: float | None, request: Request) -> float | None:
@@ -548,16 +548,6 @@ def _t_max(t_max: float, request: Request) -> float:
     return t_max
 
 
-def _canvas_token_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...] | None:
-    if ids is None:
-        return None
-    length, size = request.lengths.block_length, request.model.vocab_size
-    if len(ids) != length or max(ids) >= size:
-        wanted = f"wanted {length} token ids (block_length) from 0 to {size - 1}"
-        raise InvalidParameterError("canvas_token_ids", list(ids), wanted)
-    return ids
-
-
 # A server may set every field of single algorithms.
 algorithm_param = partial(param, server_wide=True)
 
@@ -569,7 +559,6 @@ class AlgorithmParams:
     Attributes:
         steps_per_block: None if the algorithm has no steps.
         stride: None if the algorithm has none.
-        canvas_token_ids: None for noise.
     """
 
     threshold: float = algorithm_param(
@@ -744,12 +733,6 @@ class AlgorithmParams:
         "with 0 it never does",
         default=0.005,
         minimum=0,
-    )
-    canvas_token_ids: tuple[int, ...] | None = param(
-        "entropy_bound: token ids with which the first canvas begins, instead of noise; exactly "
-        "block_length of them",
-        default_text="noise",
-        resolve=_canvas_token_ids,
     )
     initial_length: int = algorithm_param(
         "daedal: length of the first canvas in tokens, unless gen_length is given",

@@ -68,8 +68,11 @@ def edits_of(request: Request) -> Edits | None:
     Raises:
         InvalidParameterError: naming the field, the given and the expected value.
     """
-    values, model = request.values, request.model
+    values, model, revision = request.values, request.model, request.revision
     min_tokens, max_tokens = values["min_tokens"], request.lengths.max_tokens
+    # A revised text keeps its length, unless no token ends an answer.
+    if revision is not None and not values["ignore_eos"]:
+        min_tokens = max(min_tokens, revision.num_before_end(request.end_ids))
     if min_tokens > max_tokens:
         wanted = f"wanted at most max_tokens, {max_tokens}"
         raise InvalidParameterError("min_tokens", min_tokens, wanted)

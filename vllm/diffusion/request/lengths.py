@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.request import Request
+    from vllm.diffusion.request.revision import Revision
     from vllm.diffusion.request.served_model import ServedModel
 
 DEFAULT_CANVAS = 128
@@ -85,6 +86,8 @@ def decide_lengths(request: Request) -> Lengths:
         lengths = _growing(_lengths(request, first, max_tokens), request)
     else:
         lengths = (_grid_lengths if is_block_causal else _lengths)(request, canvas, max_tokens)
+    if request.revision is not None:
+        _check_text(request.revision, lengths)
     suffix = request.values["suffix_ids"]
     return _with_suffix(lengths, suffix, request) if suffix else lengths
 
@@ -122,6 +125,8 @@ def _canvas(request: Request) -> tuple[int, int]:
         max_tokens = max(room, 1) if max_tokens is None else max_tokens
         canvas = max(canvas or 0, _default_canvas(request, max_tokens))
     if canvas is None:
+        if max_tokens is None and request.revision is not None:
+            max_tokens = len(request.revision.token_ids)
         if max_tokens is None and model.default_max_tokens is not None:
             max_tokens = max(min(model.default_max_tokens, room), 1)
         canvas = _default_canvas(request, max_tokens)
@@ -143,7 +148,8 @@ def _requested_max_tokens(request: Request) -> int | None:
     if max_tokens is not None or upstreams == request.room:
         return max_tokens
     is_default = upstreams in (OFFLINE_MAX_TOKENS, request.model.default_max_tokens)
-    return None if "gen_length" in request.given and is_default else upstreams
+    has_length = "gen_length" in request.given or request.revision is not None
+    return None if has_length and is_default else upstreams
 
 
 def _default_canvas(request: Request, max_tokens: int | None) -> int:
@@ -402,6 +408,17 @@ def _with_suffix(lengths: Lengths, suffix: Sequence[int], request: Request) -> L
             f"exceed max_model_len {model.max_model_len}",
         )
     return longer
+
+
+def _check_text(revision: Revision, lengths: Lengths) -> None:
+    """Refuse a text that is longer than the answer."""
+    number = len(revision.token_ids)
+    if number > lengths.max_tokens:
+        raise InvalidParameterError(
+            "canvas_text",
+            f"{number} tokens",
+            f"wanted at most max_tokens and gen_length, {lengths.max_tokens}",
+        )
 
 
 def _lengthened(lengths: Lengths, algorithm: Algorithm, canvas: int) -> Lengths:

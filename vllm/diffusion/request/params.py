@@ -15,6 +15,7 @@ from vllm.diffusion.request.algorithms import AlgorithmParams
 from vllm.diffusion.request.edits import Edits  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.likelihood import ScoreRequest  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.request_fields import RequestFields
+from vllm.diffusion.request.revision import Revision  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.values import derived
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         ignored: names of standard fields that were given and have no effect.
         vocab_size: rows of the embedding.
         score: set in a likelihood request, whose canvas is empty.
+        revision: the text that the canvas begins with, if it begins with one.
         num_answers: number of requests with this prompt that differ only in the seed.
         guide: compiled format of the answer, if it has one.
         edits: edits of logits, if any.
@@ -84,6 +86,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     vocab_size: int = derived(lambda r: r.model.vocab_size)
 
     edits: Edits | None = None
+    revision: Revision | None = None
     guide: Guide | None = None
     score: ScoreRequest | None = None
     num_answers: int = 1
@@ -148,8 +151,13 @@ class DiffusionParams(RequestFields, AlgorithmParams):
 
     @property
     def num_open(self) -> int:
-        """Number of canvas positions that are filled, which are all positions before a suffix."""
-        return self.max_tokens if self.suffix_ids else self.gen_length
+        """Number of canvas positions that are filled: all before the tokens that are given."""
+        return self.max_tokens if self.has_fixed_end else self.gen_length
+
+    @property
+    def has_fixed_end(self) -> bool:
+        """Whether the tokens behind the longest answer are given: a suffix, or end tokens."""
+        return bool(self.suffix_ids) or self.revision is not None
 
     @property
     def can_grow(self) -> bool:
@@ -194,8 +202,11 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     def with_answers(self, num_answers: int) -> DiffusionParams:
         """Return the parameters with `num_answers`, the number of answers of the client's request.
 
-        The engine receives each answer as a request of its own.
+        The engine receives each answer as a request of its own. Revisions share no first forward,
+        because their first forwards only score the text.
         """
+        if self.revision is not None:
+            return self
         return dataclasses.replace(self, num_answers=num_answers)
 
     def with_seed(self, seed: int) -> DiffusionParams:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.guided.guides import Guide
     from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.lengths import Lengths
+    from vllm.diffusion.request.revision import Revision
     from vllm.diffusion.request.served_model import ServedModel
 
 
@@ -33,6 +34,7 @@ class Request:
         upstream_max_tokens: a limit that upstream may have set itself.
         logprobs, logprob_token_ids, ignored: see `DiffusionParams`.
         guide: compiled format of the answer, if it has one.
+        revision: the text that the canvas begins with, if it begins with one.
         lengths: lengths of canvas, answer, blocks and steps.
         cache: kind of cache.
     """
@@ -48,6 +50,7 @@ class Request:
     logprob_token_ids: tuple[int, ...]
     ignored: tuple[str, ...]
     guide: Guide | None = None
+    revision: Revision | None = None
     lengths: Lengths = field(init=False)
     cache: str = field(init=False)
 

@@ -14,12 +14,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.algorithms import (
     ALGORITHM_NAMES,
     CACHES,
     GUIDED_CACHES,
     MAX_STEPS,
     REMASKING,
+)
+from vllm.diffusion.request.revision import (
+    DEFAULT_THRESHOLD,
+    MAX_ROUNDS,
+    read_spans,
+    read_text,
 )
 from vllm.diffusion.request.values import param
 
@@ -30,7 +37,10 @@ if TYPE_CHECKING:
 
 MAX_DRAFTS = 15  # drafts per forward pass
 # Fields with which the canvas does not grow: a trajectory describes one canvas.
-FIXED_WITH = ("return_trajectory", "complete_blocks", "suffix_ids")
+FIXED_WITH = (
+    *("return_trajectory", "complete_blocks", "suffix_ids"),
+    *("canvas_text", "canvas_token_ids"),
+)
 # Fields that restrict a distribution before sampling, with the values that keep all of it.
 NO_FILTERS: Mapping[str, Any] = MappingProxyType({"min_p": 0.0, "top_k": None, "top_p": None})
 
@@ -67,6 +77,17 @@ def _canvas(_: str, request: Request) -> str:
     return "grow" if request.lengths.grows else "fixed"
 
 
+def _canvas_token_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...] | None:
+    """Return the tokens of a canvas without a mask token; other texts are in the revision."""
+    if ids is None or not request.model.family.is_open:
+        return None
+    length, size = request.lengths.block_length, request.model.vocab_size
+    if len(ids) != length or max(ids) >= size:
+        wanted = f"wanted {length} token ids (block_length) from 0 to {size - 1}"
+        raise InvalidParameterError("canvas_token_ids", list(ids), wanted)
+    return ids
+
+
 def _block_grid(grid: str | None, request: Request) -> str:
     grids = request.model.family.block_grids
     return grid if grid in grids else grids[0]
@@ -88,6 +109,7 @@ class RequestFields:
     `DiffusionParams`: `edits` or `algorithm`.
 
     Attributes:
+        canvas_token_ids: None unless the family has no mask token.
         growth: positions by which a full canvas grows, in whole blocks; 0 if it cannot grow.
         steps: number of steps, None if it is unlimited.
         top_k, top_p: None if the filter is off.
@@ -154,6 +176,50 @@ class RequestFields:
         uses=lambda a: not a.is_block_causal,
         refuse=_refused_canvas,
         resolve=_canvas,
+    )
+    canvas_text: ClassVar[str] = param(
+        "text with which the canvas begins, instead of masks; the answer is the text with its "
+        "unlikely tokens replaced",
+        default_text="none",
+        read=read_text,
+    )
+    canvas_token_ids: tuple[int, ...] | None = param(
+        "the same as token ids; mask tokens among them are filled. entropy_bound: the tokens that "
+        "the first canvas begins with, instead of noise; exactly block_length of them",
+        default_text="none",
+        resolve=_canvas_token_ids,
+    )
+    pinned: ClassVar[list[tuple[int, int]]] = param(
+        "ranges [start, stop] of the text that never change: characters of canvas_text, positions "
+        "of canvas_token_ids. A token with a pinned character is pinned as a whole",
+        default_text="none",
+        read=read_spans,
+    )
+    noise: ClassVar[float] = param(
+        "largest share of the text's tokens that are masked again, the least likely first",
+        default_text="no limit",
+        minimum=0,
+        maximum=1,
+    )
+    edit_threshold: ClassVar[float] = param(
+        "only tokens of the text with a smaller probability are masked again",
+        default_text=f"{DEFAULT_THRESHOLD:g}; no limit with noise",
+        minimum=0,
+        maximum=1,
+    )
+    max_edits: ClassVar[int] = param(
+        "most tokens of the text that may differ in the answer",
+        default_text="no limit",
+        minimum=0,
+    )
+    edit_rounds: ClassVar[int] = param(
+        "times that the text is scored, masked and filled; it ends earlier if nothing changes",
+        default=1,
+        minimum=1,
+        maximum=MAX_ROUNDS,
+    )
+    return_diff: bool = param(
+        "return the unified diff between the text and the answer in the report", default=False
     )
     growth: int = param(
         "tokens by which a full canvas grows, in whole blocks",

@@ -67,6 +67,8 @@ class ServedModel:
         has_draft_adapter: whether rows that draft use an adapter of their own.
         guides: compiler of answer formats; None if formats are not supported.
         encode: function from a text to token ids without special tokens; None without a tokenizer.
+        spans: function from a text to the first character and last + 1 of each of these tokens;
+            None if the tokenizer does not report them.
     """
 
     family: Family
@@ -86,6 +88,7 @@ class ServedModel:
     has_draft_adapter: bool = False
     guides: Guides | None = None
     encode: Callable[[str], Sequence[int]] | None = None
+    spans: Callable[[str], Sequence[tuple[int, int]]] | None = None
 
     @property
     def is_shifted(self) -> bool:

@@ -54,6 +54,7 @@ class Field:
         refuse: describes the accepted values if the request or the model conflicts with a given
             value; returns None if there is no conflict.
         resolve: converts a given or default value to the value of `DiffusionParams`.
+        read: checks and converts a given value, in place of the check of its kind.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Field:
     needs: tuple[Literal["eos", "eot"], ...] = ()
     refuse: Callable[[Any, Request], str | None] | None = None
     resolve: Callable[[Any, Request], Any] | None = None
+    read: Callable[[str, Any], Any] | None = None
 
     def default_for(self, algorithm: str, *, is_shifted: bool) -> Any:
         """Return the value in a request that sets none."""
@@ -114,6 +116,8 @@ class Field:
         Raises:
             InvalidParameterError: naming `spelling`.
         """
+        if self.read is not None:
+            return self.read(spelling, value)
         if self.kind in _READERS:
             return _READERS[self.kind](spelling, value)
         if self.kind is str:

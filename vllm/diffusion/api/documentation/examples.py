@@ -30,6 +30,33 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "/v1/chat/completions": {"a question": {"messages": _MESSAGES, "max_tokens": 32}},
     "/v1/completions": {"a prompt": {"prompt": "The capital of France is", "max_tokens": 32}},
+    "/v1/fim/completions": {
+        "a prompt": {"prompt": "The capital of France is", "max_tokens": 32},
+    },
+    "/v1/edit/completions": {
+        "a line of code": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "<|current_file_content|>\ncurrent_file_path: a.py\n"
+                    "<|code_to_edit|>\nprint(<|cursor|>)\n<|/code_to_edit|>\n"
+                    "<|/current_file_content|>",
+                }
+            ],
+        },
+    },
+    "/v1/apply/completions": {
+        "a snippet with context": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "<|original_code|>\na = 1\nb = 2\nc = 3\n<|/original_code|>\n\n"
+                    "<|update_snippet|>\n# ... existing code ...\nb = 2\nx = 0\nc = 3\n"
+                    "<|/update_snippet|>",
+                }
+            ],
+        },
+    },
     "/v1/loglikelihood": {
         "text": {
             "context": f"{_QUESTION} ",

@@ -29,7 +29,8 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
     Returns:
         `algorithms` by name, each with the description `commits` and with `fields`, its parameters
         and their defaults, and with `auto_length`, what the page sends if the user chooses no
-        length; `end_ids` holds the tokens that end an answer.
+        length; `end_ids` holds the tokens that end an answer; `revises` states whether the model
+        revises texts.
     """
     family = model.family
     algorithms = algorithms_for(family)
@@ -40,6 +41,7 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
         "family": family.name,
         "max_model_len": model.max_model_len,
         "end_ids": sorted(model.ids.stop),
+        "revises": not family.is_block_causal,
         "algorithm": default,
         "algorithms": {
             algorithm.name: {

@@ -15,8 +15,6 @@ from vllm.diffusion import __version__
 from vllm.diffusion.api import prometheus as metrics
 from vllm.diffusion.api.bodies import (
     check_body,
-    check_model_name,
-    check_num_answers,
     check_prompt,
     refuse_fields,
     sent_fields,
@@ -25,6 +23,7 @@ from vllm.diffusion.api.decisions.calls import DecisionsBody, refuse_openai_body
 from vllm.diffusion.api.decisions.serving import DecisionsHandler, make_handler
 from vllm.diffusion.api.documentation import offline_docs as documentation
 from vllm.diffusion.api.documentation.examples import shown
+from vllm.diffusion.api.editing.revisions import RevisionHandler
 from vllm.diffusion.api.generate import GenerateHandler
 from vllm.diffusion.api.likelihood.loglikelihood import (
     LikelihoodHandler,
@@ -65,19 +64,20 @@ from vllm.diffusion.api.page.site import Status
 from vllm.diffusion.api.protocol import GenerateRequest, GenerateResponse, set_priority
 from vllm.diffusion.api.server import (
     adapter_routes,
+    editing_routes,
     gate,
     invocations,
     refusals,
     trainer_routes,
     upstream_routes,
 )
+from vllm.diffusion.api.server.body_checks import ERRORS, checked_by
 from vllm.diffusion.api.server.body_reading import BodyReading, max_text_length
 from vllm.diffusion.api.server.body_validation import stop_at_first_fault
 from vllm.diffusion.api.server.lifecycle import Lifecycle
 from vllm.diffusion.api.server.welcome import log_welcome, warn_about_unused_arguments
-from vllm.diffusion.api.validator import RequestRefused, is_installed, validator_of
+from vllm.diffusion.api.validator import is_installed, validator_of
 from vllm.diffusion.config import served_model, settings_of
-from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.process import watchdog
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensResponse,
@@ -108,7 +108,6 @@ from vllm.version import __version__ as VLLM_VERSION
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable
 
     from vllm.diffusion.api.likelihood.loglikelihood import LikelihoodBody
     from vllm.diffusion.api.protocol import GenerateBody
@@ -119,29 +118,6 @@ router = APIRouter()
 openai_router = APIRouter()  # replaces upstream's routes of the same paths
 
 _NOT_OURS = "the served model is not a diffusion language model"
-
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse},
-    404: {"model": ErrorResponse},
-    500: {"model": ErrorResponse},
-    504: {"model": ErrorResponse, "description": "not complete within `timeout_s`"},
-}
-
-
-def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
-    """Return route dependencies that check a body as the client sent it, before it is parsed."""
-
-    async def check(raw_request: Request) -> None:
-        body = await raw_request.json() if await raw_request.body() else None
-        if isinstance(body, dict):
-            try:
-                for one in (check_model_name, *checks, check_num_answers):
-                    one(body)
-            except InvalidParameterError as error:
-                raise RequestRefused(error) from None
-            await adapter_routes.choose(raw_request.app.state, body)
-
-    return [Depends(validate_json_request), Depends(check)]
 
 
 # Routers rewrite bodies of /generate to a form of their own; no router rewrites this path.
@@ -156,7 +132,7 @@ def checked_by(*checks: Callable[[Any], None]) -> list[Any]:
     dependencies=checked_by(),
     # A cancelled request has no answer to validate.
     response_model=None,
-    responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    responses={200: {"model": GenerateResponse, "content": {"text/event-stream": {}}}, **ERRORS},
     openapi_extra=shown("/generate"),
 )
 @with_cancellation
@@ -181,7 +157,7 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response: 
     "/v1/loglikelihood",
     dependencies=checked_by(),
     response_model=None,
-    responses={200: {"model": LikelihoodResponse}, **_ANSWERS},
+    responses={200: {"model": LikelihoodResponse}, **ERRORS},
     openapi_extra=shown("/v1/loglikelihood"),
 )
 @with_cancellation
@@ -201,7 +177,7 @@ async def loglikelihood(request: LikelihoodRequest, raw_request: Request) -> Res
     "/v1/decisions",
     dependencies=checked_by(),
     response_model=None,
-    responses={200: {}, **_ANSWERS},
+    responses={200: {}, **ERRORS},
     openapi_extra=shown("/v1/decisions"),
 )
 @with_cancellation
@@ -235,7 +211,7 @@ def _decisions_handler(raw_request: Request) -> DecisionsHandler:
     "/v1/systemone",
     dependencies=checked_by(refuse_openai_body),
     response_model=None,
-    responses={200: {"model": StructuredDecisionResponse}, **_ANSWERS},
+    responses={200: {"model": StructuredDecisionResponse}, **ERRORS},
     openapi_extra=shown("/v1/systemone"),
 )
 async def decisions(request: DecisionRequest, raw_request: Request) -> Any:  # type: ignore[valid-type]
@@ -247,7 +223,7 @@ async def decisions(request: DecisionRequest, raw_request: Request) -> Any:  # t
     "/generative_scoring",
     dependencies=checked_by(),
     response_model=None,
-    responses={200: {"model": GenerativeScoringResponse}, **_ANSWERS},
+    responses={200: {"model": GenerativeScoringResponse}, **ERRORS},
 )
 async def generative_scoring(request: GenerativeScoringRequest, raw_request: Request) -> Any:
     """Return how likely each of several items is followed by certain tokens."""
@@ -258,7 +234,7 @@ async def generative_scoring(request: GenerativeScoringRequest, raw_request: Req
     "/invocations",
     dependencies=[Depends(validate_json_request)],
     response_model=None,
-    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}, **_ANSWERS},
+    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}, **ERRORS},
 )
 async def invoke(raw_request: Request) -> Response:
     """SageMaker's route: chat for a body with `messages`, completions for one with `prompt`."""
@@ -301,7 +277,7 @@ async def version() -> JSONResponse:
     "/v1/chat/completions",
     dependencies=checked_by(check_body),
     response_model=None,
-    responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    responses={200: {"model": ChatAnswer, "content": {"text/event-stream": {}}}, **ERRORS},
     openapi_extra=shown("/v1/chat/completions"),
 )
 async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
@@ -313,7 +289,7 @@ async def chat(request: ChatCompletionBody, raw_request: Request) -> Any:  # typ
     "/v1/completions",
     dependencies=checked_by(check_body, lambda body: check_prompt(body.get("prompt"))),
     response_model=None,
-    responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    responses={200: {"model": CompletionAnswer, "content": {"text/event-stream": {}}}, **ERRORS},
     openapi_extra=shown("/v1/completions"),
 )
 async def completions(request: CompletionBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
@@ -325,7 +301,7 @@ async def completions(request: CompletionBody, raw_request: Request) -> Any:  # 
     "/v1/chat/completions/batch",
     dependencies=checked_by(check_body),
     response_model=None,
-    responses={200: {"model": ChatAnswer}, **_ANSWERS},
+    responses={200: {"model": ChatAnswer}, **ERRORS},
 )
 async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
     """Answer several conversations, each with one answer."""
@@ -336,7 +312,7 @@ async def chat_batch(request: ChatBatchBody, raw_request: Request) -> Any:  # ty
     "/v1/responses",
     dependencies=checked_by(refuse_fields),
     response_model=None,
-    responses={200: {"content": {"text/event-stream": {}}}, **_ANSWERS},
+    responses={200: {"content": {"text/event-stream": {}}}, **ERRORS},
 )
 async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
     """Serve OpenAI's responses, with diffusion parameters at top level."""
@@ -347,7 +323,7 @@ async def responses(request: ResponsesBody, raw_request: Request) -> Any:  # typ
     "/v1/messages",
     dependencies=checked_by(refuse_fields),
     response_model=None,
-    responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **_ANSWERS},
+    responses={200: {"model": MessagesAnswer, "content": {"text/event-stream": {}}}, **ERRORS},
 )
 @with_cancellation
 @load_aware_call
@@ -367,7 +343,7 @@ async def messages(request: MessagesBody, raw_request: Request) -> Response:  # 
     "/v1/messages/count_tokens",
     dependencies=checked_by(refuse_fields),
     response_model=None,
-    responses={200: {"model": AnthropicCountTokensResponse}, **_ANSWERS},
+    responses={200: {"model": AnthropicCountTokensResponse}, **ERRORS},
 )
 async def count_tokens(request: CountTokensBody, raw_request: Request) -> Response:  # type: ignore[valid-type]
     """Return the number of tokens of a conversation."""
@@ -390,6 +366,7 @@ class DiffusionEndpoint:
         # For other models, upstream's routes stay unchanged.
         if is_installed():
             app.include_router(openai_router)
+            editing_routes.attach(app)
             adapter_routes.attach(app)
             trainer_routes.attach(app)
             upstream_routes.attach(app)
@@ -490,6 +467,7 @@ def _replace_handlers(state: Any, validator: Validator) -> None:
     state.openai_serving_chat = replace_handler(
         state.openai_serving_chat, DiffusionServingChat, validator
     )
+    state.diffusion_revisions = RevisionHandler(state.openai_serving_chat, validator)
     state.openai_serving_completion = replace_handler(
         state.openai_serving_completion, DiffusionServingCompletion, validator
     )

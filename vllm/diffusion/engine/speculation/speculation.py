@@ -70,9 +70,11 @@ def can_speculate(params: DiffusionParams) -> bool:
 
     Guided answers are excluded: their tokens are chosen jointly, by a search over the current
     state, which drafts do not have. A delayed cache keeps the keys and values of the last forward
-    that computed a block. If that forward was a draft, they would be in draft pages.
+    that computed a block. If that forward was a draft, they would be in draft pages. A revision
+    scores its text in steps that already have further rows.
     """
     may_have_drafts = params.guide is None and params.score is None and params.cache != "delayed"
+    may_have_drafts &= params.revision is None
     return params.num_speculative_states > 0 and may_have_drafts
 
 

@@ -209,7 +209,7 @@ class LoadedAdapters(NamedTuple):
 
 def load_adapters(vllm_config: VllmConfig, model: DiffusionModel) -> LoadedAdapters | None:
     """Allocate the slots of a loaded model, with the adapter for drafts; None without adapters."""
-    sizes, lora = slots_of(vllm_config), vllm_config.lora_config
+    sizes = slots_of(vllm_config)
     if sizes is None:
         return None
     device = model.rotary_frequencies.device
@@ -236,6 +236,5 @@ def load_adapters(vllm_config: VllmConfig, model: DiffusionModel) -> LoadedAdapt
         adapter, path = sizes.draft.read(model.config, model.dtype), sizes.draft.path
         slots.write(draft_slot, adapter)
         logger.info("drafts are made with the adapter of rank %d in %s", adapter.rank, path)
-    most = 0 if lora is None else lora.max_cpu_loras or lora.max_loras
-    known = KnownAdapters(most, slots, sizes.num_requested)
+    known = KnownAdapters(sizes.num_known, slots, sizes.num_requested)
     return LoadedAdapters(known, reader_of(vllm_config))

@@ -123,7 +123,7 @@ class Canvas:
         """Build prompt and masked canvas; a suffix comes right after the longest answer."""
         tokens = np.full(self.length, params.mask_id, dtype=np.int64)
         tokens[: len(prompt)] = prompt
-        if params.suffix_ids and params.eos_id is not None:
+        if params.has_fixed_end and params.eos_id is not None:
             start = len(prompt) + params.max_tokens
             tokens[start:] = params.eos_id
             tokens[start : start + len(params.suffix_ids)] = params.suffix_ids
@@ -318,7 +318,7 @@ class Canvas:
             written = commit.positions[self.tokens[commit.positions] != commit.tokens]
             self._write(commit)
             self.new_lengths = self.rule.new_lengths
-        num_settled = self.rule.num_settled(self.tokens) if target is None else target.rows[0]
+        num_settled = self._num_settled() if target is None else target.rows[0]
         forward, self._reaches_target = self.window.end(), True
         self._num_committed = None
         if num_settled < self._settled_threshold:
@@ -339,6 +339,10 @@ class Canvas:
         if self._canvas.size:
             following = self.prompt_length + self._num_final + 1
             self._settled_threshold = min(self.window.least_committed, following)
+
+    def _num_settled(self) -> int:
+        """Return the number of positions, from 0, whose tokens never change again."""
+        return self.rule.num_settled(self.tokens)
 
     def _end_answer(self, final: list[int], start: int) -> None:
         """Set `is_complete` if the new final tokens, which follow `start` others, end the answer.

@@ -25,8 +25,8 @@ from vllm.diffusion.engine.messages import StepUsage
 from vllm.diffusion.engine.planning import rule_memory
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
-from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
+from vllm.diffusion.engine.worker.revised_canvas import make_canvas
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_graphs import GraphRunner
 from vllm.diffusion.engine.worker.step_guests import guests_needed
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
     from vllm.diffusion.engine.step_guest import BatchItem, StepGuest
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
+    from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
@@ -238,7 +239,7 @@ class DiffusionModelRunner:
         """
         canvas = self.canvases.get(new.req_id)
         if canvas is None:
-            canvas = Canvas(new, visibility=self.model.family.visibility)
+            canvas = make_canvas(new, self.model.family.visibility)
         else:
             canvas.grow(new.params)
         length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""

@@ -10,6 +10,7 @@ from vllm.diffusion.engine.worker.draft_branches import DraftBranches, drafts_in
 from vllm.diffusion.engine.worker.expected_embeddings import ExpectedEmbeddings
 from vllm.diffusion.engine.worker.first_forwards import FirstForwards, shares_first_forward
 from vllm.diffusion.engine.worker.length_search import LengthSearch, searches_length
+from vllm.diffusion.engine.worker.scoring_copies import ScoringCopies, scores_text
 
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import NewCanvas
@@ -29,6 +30,8 @@ def guests_needed(new: NewCanvas, runner: DiffusionModelRunner) -> list[type[Ste
     is_alone = runner.ranks.sequence.size == 1
     if is_alone and searches_length(new.params):
         kinds.append(LengthSearch)
+    if is_alone and scores_text(new.params):
+        kinds.append(ScoringCopies)
     if is_alone and not new.host_layers and can_speculate(new.params):
         kinds.append(Speculation)
     if is_alone and drafts_in_branches(new.params):

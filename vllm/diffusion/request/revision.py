@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that begin with a text instead of masks, and revise it.
+
+Nothing here imports torch or upstream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.language import Language
+from vllm.diffusion.guided.open_window import FREE
+from vllm.diffusion.guided.repair import MAX_CELLS, NoStringError, fewest_changes
+from vllm.diffusion.request.families import FAMILIES
+from vllm.diffusion.request.values import in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.diffusion.guided.guides import Guide, Spec
+    from vllm.diffusion.request.params import DiffusionParams
+    from vllm.diffusion.request.request import Request
+
+DEFAULT_THRESHOLD = 0.1
+REPAIRING = "joint_threshold"  # the algorithm that replaces tokens that it reads
+MAX_ROUNDS = 8
+
+Span = tuple[int, int]  # first position and last + 1
+
+# The two forms of the text.
+_TEXTS = ("canvas_text", "canvas_token_ids")
+# Fields that act only together with a text, with the values that ask for nothing.
+_BESIDE_A_TEXT = {
+    "pinned": (),
+    "noise": None,
+    "edit_threshold": None,
+    "max_edits": None,
+    "edit_rounds": 1,
+    "return_diff": False,
+}
+# Fields that choose tokens by the scores of masked copies.
+_OF_SCORES = ("noise", "edit_threshold", "max_edits", "edit_rounds")
+# Fields that have no meaning yet together with a text.
+_NOT_BESIDE_A_TEXT = ("allow_infill", "return_trajectory", "complete_blocks")
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A text on the canvas, and which of its tokens may be masked again.
+
+    Attributes:
+        token_ids: the tokens with which the canvas begins; mask tokens are open.
+        pinned: positions that never change, ascending and disjoint.
+        noise: largest share of the tokens that are masked again; None for no limit.
+        threshold: probability below which a token may be masked again; None for no limit.
+        max_edits: most tokens that may differ in the end; None for no limit.
+        rounds: times that the text is scored and filled.
+        broken: positions that are masks from the beginning, because their tokens break the format
+            of the answer.
+    """
+
+    token_ids: tuple[int, ...]
+    pinned: tuple[Span, ...] = ()
+    noise: float | None = None
+    threshold: float | None = DEFAULT_THRESHOLD
+    max_edits: int | None = None
+    rounds: int = 1
+    broken: tuple[int, ...] = ()
+
+    @property
+    def changes_tokens(self) -> bool:
+        """Whether tokens may be masked again at all."""
+        return self.noise != 0 and self.threshold != 0 and self.max_edits != 0
+
+    def num_before_end(self, end_ids: frozenset[int]) -> int:
+        """Return the number of tokens before the first one that would end an answer."""
+        ends = (at for at, token in enumerate(self.token_ids) if token in end_ids)
+        return next(ends, len(self.token_ids))
+
+
+def read_spans(spelling: str, value: Any) -> tuple[Span, ...]:
+    """Check a list of [start, stop) pairs, and return them."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidParameterError(spelling, value, "wanted a list of [start, stop] pairs")
+    for number, span in enumerate(value):
+        is_pair = isinstance(span, (list, tuple)) and len(span) == 2
+        if not is_pair or not all(type(end) is int for end in span) or not 0 <= span[0] < span[1]:
+            wanted = "wanted [start, stop] with 0 <= start < stop"
+            raise InvalidParameterError(f"{spelling}[{number}]", span, wanted)
+    return tuple((start, stop) for start, stop in value)
+
+
+def read_text(spelling: str, value: Any) -> str:
+    """Check a text, and return it."""
+    if not isinstance(value, str) or not value:
+        raise InvalidParameterError(spelling, value, "wanted a string, not empty")
+    return value
+
+
+def revision_of(request: Request, spec: Spec | None) -> Revision | None:
+    """Return the revision that a request asks for, or None.
+
+    Raises:
+        InvalidParameterError: naming the field, the given and the expected value.
+    """
+    given, family = request.given, request.model.family
+    names = [name for name in _TEXTS if name in given]
+    asked = [name for name, none in _BESIDE_A_TEXT.items() if given.get(name, none) != none]
+    if family.is_open and names == ["canvas_token_ids"]:
+        names = []
+    if family.is_block_causal and (names or asked):
+        _check_repair(request, [*names, *asked])
+    if not names:
+        if asked:
+            wanted = "wanted it beside canvas_text or canvas_token_ids"
+            raise InvalidParameterError(asked[0], given[asked[0]], wanted)
+        return None
+    _check_others(request, names, spec)
+    token_ids, borders = _tokens(request)
+    noise, threshold = given.get("noise"), given.get("edit_threshold")
+    if noise is None and threshold is None:
+        threshold = DEFAULT_THRESHOLD
+    return Revision(
+        token_ids,
+        _pinned(request, borders),
+        noise,
+        threshold,
+        given.get("max_edits"),
+        request.values["edit_rounds"],
+    )
+
+
+def _check_repair(request: Request, names: Sequence[str]) -> None:
+    """Refuse what a block-causal family cannot do with a text.
+
+    Only models that were trained to replace tokens repair a text, and their rule sets the limits.
+    """
+    given, family = request.given, request.model.family
+    if family.default_algorithm != REPAIRING:
+        able = (f for f in FAMILIES if not f.is_block_causal or f.default_algorithm == REPAIRING)
+        revise = f"revises no text, but {in_words(f.name for f in able)} do"
+        wanted = f"wanted none: a model of family {family.name} {revise}"
+        raise InvalidParameterError(names[0], given[names[0]], wanted)
+    if request.algorithm.name != REPAIRING:
+        wanted = f"wanted algorithm: {REPAIRING}"
+        raise InvalidParameterError(names[0], given[names[0]], wanted)
+    for name in names:
+        if name in _OF_SCORES:
+            wanted = f"wanted it left out: {REPAIRING} replaces tokens by editing_threshold"
+            raise InvalidParameterError(name, given[name], wanted)
+
+
+def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> None:
+    given = request.given
+    if len(names) > 1:
+        raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
+    if spec is not None and request.model.family.is_block_causal:
+        raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
+    for name in _NOT_BESIDE_A_TEXT:
+        if given.get(name):
+            raise InvalidParameterError(name, given[name], f"wanted false beside {names[0]}")
+
+
+def _tokens(request: Request) -> tuple[tuple[int, ...], Sequence[Span]]:
+    """Return the tokens of the text, and the borders of each token in the units of `pinned`."""
+    model, text = request.model, request.given.get("canvas_text")
+    if text is None:
+        token_ids: tuple[int, ...] = request.given["canvas_token_ids"]
+        if max(token_ids) >= model.vocab_size:
+            wanted = f"wanted token ids from 0 to {model.vocab_size - 1}"
+            raise InvalidParameterError("canvas_token_ids", max(token_ids), wanted)
+        return token_ids, [(at, at + 1) for at in range(len(token_ids))]
+    if model.encode is None or model.spans is None:
+        raise InvalidParameterError("canvas_text", text, "wanted a server with a tokenizer")
+    token_ids = tuple(model.encode(text))
+    if not token_ids:
+        raise InvalidParameterError("canvas_text", text, "wanted at least one token")
+    if model.ids.mask in token_ids:
+        wanted = f"wanted no mask token, which is token {token_ids.index(model.ids.mask)}"
+        raise InvalidParameterError("canvas_text", text, wanted)
+    return token_ids, model.spans(text) if "pinned" in request.given else ()
+
+
+def _pinned(request: Request, borders: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the pinned positions; a token with a pinned part is pinned as a whole."""
+    spans = request.values["pinned"] or ()
+    length = borders[-1][1] if borders else 0
+    for number, span in enumerate(spans):
+        if span[1] > length:
+            wanted = f"wanted start < stop <= {length}"
+            raise InvalidParameterError(f"pinned[{number}]", list(span), wanted)
+    positions = [
+        at
+        for at, (start, stop) in enumerate(borders)
+        if any(start < end and stop > begin for begin, end in spans)
+    ]
+    merged = list[list[int]]()
+    for at in positions:
+        if merged and merged[-1][1] == at:
+            merged[-1][1] = at + 1
+        else:
+            merged.append([at, at + 1])
+    return tuple((start, stop) for start, stop in merged)
+
+
+def mended(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams) -> Revision:
+    """Return a revision that masks the fewest tokens so that the answer can match its format.
+
+    Raises:
+        InvalidParameterError: the tokens that must stay, or too few changes, exclude every answer.
+    """
+    language, tokens = Language.unpacked(guide.language), np.array(revision.token_ids)
+    if len(tokens) * language.num_states > MAX_CELLS:
+        wanted = f"wanted at most {MAX_CELLS // language.num_states} beside this {spec.field}"
+        raise InvalidParameterError("canvas_text", f"{len(tokens)} tokens", wanted)
+    is_mask, can_change = tokens == params.mask_id, np.ones(len(tokens), dtype=np.bool_)
+    for start, stop in revision.pinned:
+        can_change[start:stop] = False
+    kinds = np.where(is_mask, FREE, language.class_of_token[tokens])
+    try:
+        broken = fewest_changes(language, kinds, can_change, params.longest_answer - len(tokens))
+    except NoStringError as error:
+        start, stop = next(span for span in reversed(revision.pinned) if span[0] <= error.position)
+        wanted = f"wanted tokens of the text that {spec.field} admits"
+        raise InvalidParameterError("pinned", f"tokens {start} to {stop - 1}", wanted) from None
+    if revision.max_edits is not None and len(broken) > revision.max_edits:
+        wanted = f"wanted at least {len(broken)}: so many tokens break {spec.field}"
+        raise InvalidParameterError("max_edits", revision.max_edits, wanted)
+    return replace(revision, broken=tuple(broken.tolist()))
