@@ -25,6 +25,7 @@ from tests.engine.harness import (
     engine_config,
     record,
     running,
+    shrink,
 )
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.engine.scheduler.paging import Paging
@@ -153,6 +154,25 @@ def test_pages_and_parts_of_prompts_change_nothing(
     rows = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 8}
     with running(checkpoint("sdar"), **rows, additional_config=INVARIANT) as engine:
         check_pages(engine, growing(range(5, 200)), monkeypatch)
+
+
+def test_chunks_and_slices_change_nothing(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little memory cuts rows into chunks, but the heads of a row are never computed in groups."""
+    asks = requests(5, range(5, 200), most_prompt=180, seed=4)
+    uncached = [replace(ask, extra={**ask.extra, "cache": "none"}) for ask in asks]
+    with running(checkpoint("mha"), additional_config=INVARIANT) as engine:
+        alone = [bits(engine.ask(ask)[0]) for ask in asks]
+        wanted = [bits(engine.ask(ask)[0]) for ask in uncached]
+        engine.cut_steps(1e-5)
+        assert [bits(answer) for answer in engine.ask(*asks)] == alone
+    with running(checkpoint("mha"), additional_config=INVARIANT) as engine:
+        shrink(engine.runner, 160 << 10)
+        plans = record(monkeypatch, engine.runner.planner, "plan", lambda plan, *_: plan)
+        assert [bits(engine.ask(ask)[0]) for ask in uncached] == wanted
+    layouts = {plan.layout for plan in plans}
+    assert len(layouts) >= 2 and all(layout.head_groups == 1 for layout in layouts)
 
 
 def test_reports_and_status_have_the_fingerprint(checkpoint: Callable[[str], Path]) -> None:
