@@ -228,6 +228,6 @@ def mended(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams
         wanted = f"wanted tokens of the text that {spec.field} admits"
         raise InvalidParameterError("pinned", f"tokens {start} to {stop - 1}", wanted) from None
     if revision.max_edits is not None and len(broken) > revision.max_edits:
-        wanted = f"wanted at least {len(broken)}: so many tokens break {spec.field}"
+        wanted = f"wanted at least {len(broken)}, the number of tokens that break {spec.field}"
         raise InvalidParameterError("max_edits", revision.max_edits, wanted)
     return replace(revision, broken=tuple(broken.tolist()))
