@@ -258,17 +258,24 @@ def test_attention_matches_its_definition(tensors: Any, num_keys: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_head_and_candidates_have_the_same_bits(tensors: Any, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [(0.0, None), (1.0, None), (1.0, ops.Filters(top_p=0.9)), (0.7, ops.Filters(top_k=40))],
+)
+def test_head_and_candidates_have_the_same_bits(
+    tensors: Any, temperature: float, filters: Any
+) -> None:
     vocab_size, most = 126_464, 700
     projection, scratch = invariant(tensors(vocab_size, 4096, std=0.02)), FreshBuffers("cuda")
     x = tensors(most, 4096)
+    x[100:200, 1:] = 0  # many logits of these rows are equal
     positions = torch.arange(most, device="cuda")
 
     def sampled(rows: slice) -> tuple[Tensor, ...]:
         logits = x.new_empty(len(x[rows]), vocab_size)
         projection.project(x[rows], logits, scratch)
-        chosen = ops.Rows(temperature=temperature, seed=7, step=3, positions=positions[rows])
+        drawn: Any = {"temperature": temperature, "seed": 7, "step": 3, "filters": filters}
+        chosen = ops.Rows(**drawn, positions=positions[rows])
         found = ops.candidates(logits, chosen, "confidence", first_column=0, vocab_size=vocab_size)
         return found.token, found.score, found.greedy
 
@@ -277,6 +284,15 @@ def test_head_and_candidates_have_the_same_bits(tensors: Any, temperature: float
         alone, beside = sampled(place), sampled(slice(0, many))
         assert all(torch.equal(a, w[place]) for a, w in zip(alone, whole, strict=True))
         assert all(torch.equal(b, w[:many]) for b, w in zip(beside, whole, strict=True))
+
+
+@pytest.mark.gpu
+def test_norms_have_the_same_bits(tensors: Any) -> None:
+    x, weight = tensors(MOST_ROWS, 4096), tensors(4096)
+    whole = ops.rms_norm(x, weight, 1e-5)
+    for many, _, place in cases(6, 100):
+        assert is_same(ops.rms_norm(x[place], weight, 1e-5), whole[place])
+        assert is_same(ops.rms_norm(x[:many], weight, 1e-5), whole[:many])
 
 
 EXPERTS = [(64, 8, 2048, 1024, ops.SOFTMAX), (128, 8, 2048, 768, ops.Scoring(is_normalised=True))]
