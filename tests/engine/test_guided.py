@@ -170,7 +170,7 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
         ),
         (
             {"canvas_token_ids": [5] * 64, "max_edits": 2},
-            r"max_edits: given 2; wanted at least \d+: so many tokens break structured_outputs",
+            r"max_edits: given 2; wanted at least \d+, the number of tokens that break",
         ),
     ],
 )

@@ -30,6 +30,7 @@ from vllm.diffusion.request.families import (
     IDLM,
     LLADA,
     LLADA2,
+    LLADA21,
     LLADA22,
     NEMOTRON,
     SDAR,
@@ -123,6 +124,18 @@ def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
         for field in fields:
             assert BY_NAME[field].is_used_by(name, is_block_causal=kind)
             assert fields[field]["doc"] == BY_NAME[field].doc
+
+
+@pytest.mark.parametrize(
+    ("family", "limits"),
+    [
+        (LLADA, ("pinned", "noise", "edit_threshold", "max_edits")),
+        (LLADA21, ("pinned",)),
+        (SDAR, None),
+    ],
+)
+def test_what_limits_a_revision(family: Family, limits: tuple[str, ...] | None) -> None:
+    assert page_options(model_of(family), "m", "1")["revises"] == limits
 
 
 def test_defaults_are_those_that_act() -> None:

@@ -154,8 +154,8 @@ class Language:
     def sets_with(self, kind: int) -> Array:
         """Return the sets that have a class; none for `DEAD`."""
         sets, starts = self._sets_of_class
-        found: Array = sets[starts[kind] : starts[kind + 1]] if kind != DEAD else sets[:0]
-        return found
+        own: Array = sets[starts[kind] : starts[kind + 1]] if kind != DEAD else sets[:0]
+        return own
 
     def advance(self, state: int, token: int) -> int:
         """Return the state after a token, or `num_states` if the token is not allowed."""

@@ -44,7 +44,7 @@ def fewest_changes(language: Language, kinds: Array, can_change: Array, left: in
     Raises:
         NoStringError: no string has the tokens that must not change.
     """
-    edges = _Edges(language)
+    edges = _OrderedEdges(language)
     costs = np.full((len(kinds) + 1, language.num_states), _NEVER, dtype=np.int32)
     costs[0, 0] = 0
     for at, kind in enumerate(kinds):
@@ -64,7 +64,7 @@ def fewest_changes(language: Language, kinds: Array, can_change: Array, left: in
     return np.array(changed[::-1], dtype=np.int64)
 
 
-class _Edges:
+class _OrderedEdges:
     """The edges of a language, ordered by their targets."""
 
     def __init__(self, language: Language) -> None:
@@ -86,7 +86,7 @@ class _Edges:
         return np.where(keeps, 0, 1 if can_change else _NEVER).astype(np.int32)
 
     def reached(self, costs: Array, prices: Array) -> Array:
-        """Return the costs [Q] after a position, from those before it and the edges' prices."""
+        """Return the costs [Q] after a position, from the costs before it and the edges' prices."""
         result = np.full(len(costs), _NEVER, dtype=np.int32)
         through = np.minimum(costs[self.sources] + prices, _NEVER)
         result[self._targets] = np.minimum.reduceat(through, self._starts)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.guided.guides import Guide, Spec
+    from vllm.diffusion.request.families import Family
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.request import Request
 
@@ -134,14 +135,21 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
     )
 
 
+def limits_for(family: Family) -> tuple[str, ...] | None:
+    """Return the fields that limit how much of a text changes; None if no text is revised."""
+    if not family.is_block_causal:
+        return ("pinned", "noise", "edit_threshold", "max_edits")
+    return ("pinned",) if family.default_algorithm == REPAIRING else None
+
+
 def _check_repair(request: Request, names: Sequence[str]) -> None:
     """Refuse what a block-causal family cannot do with a text.
 
     Only models that were trained to replace tokens repair a text, and their rule sets the limits.
     """
     given, family = request.given, request.model.family
-    if family.default_algorithm != REPAIRING:
-        able = (f for f in FAMILIES if not f.is_block_causal or f.default_algorithm == REPAIRING)
+    if limits_for(family) is None:
+        able = (f for f in FAMILIES if limits_for(f) is not None)
         revise = f"revises no text, but {in_words(f.name for f in able)} do"
         wanted = f"wanted none: a model of family {family.name} {revise}"
         raise InvalidParameterError(names[0], given[names[0]], wanted)
@@ -228,6 +236,6 @@ def mended(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams
         wanted = f"wanted tokens of the text that {spec.field} admits"
         raise InvalidParameterError("pinned", f"tokens {start} to {stop - 1}", wanted) from None
     if revision.max_edits is not None and len(broken) > revision.max_edits:
-        wanted = f"wanted at least {len(broken)}: so many tokens break {spec.field}"
+        wanted = f"wanted at least {len(broken)}, the number of tokens that break {spec.field}"
         raise InvalidParameterError("max_edits", revision.max_edits, wanted)
     return replace(revision, broken=tuple(broken.tolist()))

@@ -143,7 +143,7 @@ class RevisedCanvas(TextCanvas):
         return self.named_tokens(positions) if self.pending_copies else super().token_ids(positions)
 
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
-        """Return the changes of logits; scores are those of the model itself."""
+        """Return the changes of logits; none for scores."""
         return None if self.pending_copies else super().edits(positions, tokens)
 
     @property

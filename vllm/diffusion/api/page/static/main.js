@@ -25,7 +25,7 @@ class Page {
     this.draft = ""; // the text that was in the question's box before
     this.asked = null; // the turn that is being answered
     this.panes = [this.newPane("A")];
-    this.reviser = new Reviser(find("revise"), (fields) => this.again(this.revised, fields));
+    this.reviser = new Reviser(find("revise"), offered.revises ?? [], (fields) => this.again(this.revised, fields));
     this.log = new Log(find("log"), {
       edit: (k) => this.edit(k), again: (k) => this.again(k), choose: (k, by) => this.choose(k, by),
       ...(offered.revises && { revise: (k) => this.revise(k) }),

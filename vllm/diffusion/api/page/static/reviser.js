@@ -5,12 +5,17 @@ import { element } from "./elements.js";
 import { inCharacters, locked, moved, partsOf } from "./ranges.js";
 
 export class Reviser {
-  // revise: called with the fields of a request that revises a text.
-  constructor(dialog, revise) {
+  // limits: names of the fields that limit how much of a text changes. revise: called with the
+  // fields of a request that revises a text.
+  constructor(dialog, limits, revise) {
     this.dialog = dialog;
+    this.limits = limits;
     this.find = (name) => dialog.querySelector(`[name="${name}"]`);
     this.view = dialog.querySelector(".locked");
     this.box = this.find("text");
+    for (const label of dialog.querySelectorAll("label:has(input)")) {
+      label.hidden = !limits.includes(label.querySelector("input").name);
+    }
     this.box.addEventListener("input", () => this.take(this.box.value));
     this.find("lock").addEventListener("click", () => this.lock());
     this.find("unlock").addEventListener("click", () => this.setRanges([]));
@@ -49,12 +54,12 @@ export class Reviser {
 
   // Fields of POST /generate.
   get fields() {
-    const most = this.find("edits").value;
+    const given = ["edit_threshold", "max_edits"].map((name) => [name, this.find(name).value])
+      .filter(([name, value]) => this.limits.includes(name) && value !== "");
     return {
       canvas_text: this.text,
       pinned: inCharacters(this.ranges, this.text),
-      edit_threshold: Number(this.find("threshold").value),
-      ...(most && { max_edits: Number(most) }),
+      ...Object.fromEntries(given.map(([name, value]) => [name, Number(value)])),
       return_diff: true,
     };
   }
