@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one case; times in milliseconds."""
+    """Result of one case: rows of a step of all requests, and times in milliseconds."""
 
     family: str
     num_requests: int
@@ -80,17 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     cases = [Case(*case) for case in zip(options.requests, options.rows, strict=True)]
     times: dict[tuple[bool, Case], list[float]] = {}
+    rows_of: dict[Case, int] = {}
     for _ in range(options.turns):
         for is_invariant in (False, True):
-            for case, ms in turn(options, cases, is_invariant=is_invariant).items():
+            for case, (rows, ms) in turn(options, cases, is_invariant=is_invariant).items():
                 times.setdefault((is_invariant, case), []).append(ms)
+                rows_of[case] = rows
     table = Table(COLUMNS, ATTRIBUTES)
     for case in cases:
         usual, invariant = (times[kind, case] for kind in (False, True))
         medians = statistics.median(usual), statistics.median(invariant)
         spread = max(max(some) / min(some) for some in (usual, invariant))
         ratio = medians[1] / medians[0]
-        numbers = (case.num_requests, case.num_rows, *medians, ratio, spread)
+        numbers = (case.num_requests, rows_of[case], *medians, ratio, spread)
         table.add(Row(options.family, *numbers))
     harness.write("batch_invariance", options, table.rows)
 
@@ -110,8 +113,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def turn(
     options: argparse.Namespace, cases: Sequence[Case], *, is_invariant: bool
-) -> dict[Case, float]:
-    """Return the milliseconds of a step of every case, in an engine of its own."""
+) -> dict[Case, tuple[int, float]]:
+    """Return rows and milliseconds of a step of every case, in an engine of its own."""
     shape = Shape.of(harness.configuration_of(options))
     settings: dict[str, Any] = {"num_speculative_states": 0, "longest_pause_ms": 0}
     if is_invariant:
@@ -126,8 +129,8 @@ def turn(
         return {case: step_ms(llm, runner, shape, case) for case in cases}
 
 
-def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> float:
-    """Return the median time of the steps in which all requests take part, after a warm-up."""
+def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float]:
+    """Return the most common rows of a step, and its median time, after a warm-up."""
     context, canvas = case.sizes(shape)
     prompts = in_process.random_prompts(case.num_requests, context, shape.vocab_size)
     if case.num_requests > 1 or shape.block_length:
@@ -137,13 +140,13 @@ def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> float:
         parameters |= {"gen_length": canvas, "block_length": canvas}
     for _ in range(2):
         steps = in_process.timed_steps(llm, runner, prompts, parameters)
-    num_rows = case.num_requests * (canvas if case.num_requests > 1 else context + canvas)
-    whole = [s.device_ms or s.step_ms for s in steps if s.num_rows == num_rows]
-    if len(whole) < MIN_STEPS:
-        raise harness.BenchmarkError(
-            f"wanted {MIN_STEPS} steps of {num_rows} rows, got {len(whole)} of {len(steps)} steps"
-        )
-    return statistics.median(whole)
+    # The first steps also compute prompts, and requests may take turns.
+    num_rows, count = Counter(step.num_rows for step in steps).most_common(1)[0]
+    if count < MIN_STEPS:
+        sizes = sorted({step.num_rows for step in steps})
+        raise harness.BenchmarkError(f"wanted {MIN_STEPS} equal steps, got steps of {sizes} rows")
+    times = [step.device_ms or step.step_ms for step in steps if step.num_rows == num_rows]
+    return num_rows, statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def measured(options: argparse.Namespace, engines: dict[int, Any], clients: int)
     ours = {"gen_length": options.gen_length, "algorithm": "introspective"}
     ours |= {"stride": options.stride, "draft_branches": options.branches}
     plain = {"gen_length": options.gen_length, "algorithm": "autoregressive"}
-    found = {rank: Rounds() for rank in engines}
+    timed = {rank: Rounds() for rank in engines}
     for number in range(1 + options.rounds):
         for rank, (llm, runner) in engines.items():
             vocab_size = runner.model.config.vocab_size
@@ -142,9 +142,9 @@ def measured(options: argparse.Namespace, engines: dict[int, Any], clients: int)
             steps = in_process.timed_steps(llm, runner, prompts, ours)
             plain_steps = in_process.timed_steps(llm, runner, prompts, plain)
             if number:
-                found[rank].steps.append(steps)
-                found[rank].plain_steps.append(plain_steps)
-    for rank, rounds in found.items():
+                timed[rank].steps.append(steps)
+                timed[rank].plain_steps.append(plain_steps)
+    for rank, rounds in timed.items():
         steps = [step for round_ in rounds.steps for step in round_]
         decoding = [step for step in steps if step.num_rows < options.context]
         per_s, plain_per_s = (

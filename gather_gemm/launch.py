@@ -275,7 +275,7 @@ ORDERED_CONFIGS = (
         if rows * columns <= 64 * 128
     ),
 )
-_BUSY_SHARE = 0.8  # share of the multiprocessors that tiles must keep busy
+_BUSY_SHARE = 0.7  # share of the multiprocessors that tiles must keep busy
 
 
 def choose_ordered(num_rows: int, num_columns: int, num_multiprocessors: int) -> OrderedConfig:

@@ -25,6 +25,7 @@ from tests.engine.harness import (
     engine_config,
     record,
     running,
+    shrink,
 )
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.engine.scheduler.paging import Paging
@@ -37,6 +38,7 @@ VOCABULARY = range(300, 30_000)  # ordinary tokens of all released models
 
 
 CACHES = {"dream": ("none", "frozen")}
+ALGORITHMS = ("semi_ar", "semi_ar", "threshold", "factor", "hierarchy", "local_leap", "credit")
 BLOCK_FAMILIES = ("sdar", "llada2", "nemotron")
 
 
@@ -44,7 +46,7 @@ def requests(
     count: int, vocabulary: range, *, most_prompt: int, seed: int = 0, family: str = "llada"
 ) -> list[Request]:
     """Draw requests with prompts and parameters of many kinds."""
-    caches = CACHES.get(family, ("none", "dual", "prefix"))
+    caches = CACHES.get(family, ("none", "dual", "prefix", "frozen"))
     draw = random.Random(seed)
     made = []
     for number in range(count):
@@ -57,10 +59,17 @@ def requests(
             "ignore_eos": True,
         }
         if family not in BLOCK_FAMILIES:
-            extra |= {"steps": draw.choice((8, 16)), "cache": caches[number % len(caches)]}
-            extra |= {} if family == "dream" else {"block_length": draw.choice((8, 16))}
+            extra["cache"] = caches[number % len(caches)]
+        if family == "dream":
+            extra["steps"] = draw.choice((8, 16))
+        elif family not in BLOCK_FAMILIES:
+            extra |= {"block_length": draw.choice((8, 16)), "algorithm": draw.choice(ALGORITHMS)}
+            extra |= {"steps": draw.choice((8, 16))} if extra["algorithm"] == "semi_ar" else {}
+            if extra["cache"] == "none" and draw.random() < 0.3:
+                extra["cfg_scale"] = 1.5
         extra |= draw.choice(({}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}))
-        made.append(Request(prompt, extra))
+        sampling = draw.choice(({}, {}, {"repetition_penalty": 1.2}))
+        made.append(Request(prompt, extra, sampling))
     return made
 
 
@@ -87,6 +96,14 @@ def check_beside(
     return alone
 
 
+def check_drafts(engine: Engine, asks: Sequence[Request], alone: Sequence[tuple[Any, ...]]) -> None:
+    """Check that drafts change no bit of the requests whose algorithm uses them."""
+    for ask, wanted in zip(asks, alone, strict=True):
+        if ask.extra.get("algorithm", "semi_ar") == "semi_ar":
+            drafting = replace(ask, extra={**ask.extra, "num_speculative_states": 5})
+            assert bits(engine.ask(drafting)[0]) == wanted
+
+
 # ---- on the CPU, where products are computed row by row ----
 
 
@@ -96,10 +113,9 @@ def test_answers_do_not_depend_on_others(family: str, checkpoint: Callable[[str]
         requests(6, range(5, 200), most_prompt=40, seed=seed, family=family) for seed in (1, 2)
     )
     with running(checkpoint(family), max_num_seqs=16, additional_config=INVARIANT) as engine:
-        alone = check_beside(engine, asks, others, (1, 9))
-        drafting = [replace(ask, extra={**ask.extra, "num_speculative_states": 3}) for ask in asks]
-        for ask, wanted in zip(drafting, alone, strict=True) if family != "nemotron" else ():
-            assert bits(engine.ask(ask)[0]) == wanted
+        alone = check_beside(engine, asks, others, (9,))
+        if family != "nemotron":
+            check_drafts(engine, asks, alone)
 
 
 def check_pages(engine: Engine, asks: Sequence[Request], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +154,25 @@ def test_pages_and_parts_of_prompts_change_nothing(
     rows = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 8}
     with running(checkpoint("sdar"), **rows, additional_config=INVARIANT) as engine:
         check_pages(engine, growing(range(5, 200)), monkeypatch)
+
+
+def test_chunks_and_slices_change_nothing(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little memory cuts rows into chunks, but the heads of a row are never computed in groups."""
+    asks = requests(5, range(5, 200), most_prompt=180, seed=4)
+    uncached = [replace(ask, extra={**ask.extra, "cache": "none"}) for ask in asks]
+    with running(checkpoint("mha"), additional_config=INVARIANT) as engine:
+        alone = [bits(engine.ask(ask)[0]) for ask in asks]
+        wanted = [bits(engine.ask(ask)[0]) for ask in uncached]
+        engine.cut_steps(1e-5)
+        assert [bits(answer) for answer in engine.ask(*asks)] == alone
+    with running(checkpoint("mha"), additional_config=INVARIANT) as engine:
+        shrink(engine.runner, 160 << 10)
+        plans = record(monkeypatch, engine.runner.planner, "plan", lambda plan, *_: plan)
+        assert [bits(engine.ask(ask)[0]) for ask in uncached] == wanted
+    layouts = {plan.layout for plan in plans}
+    assert len(layouts) >= 2 and all(layout.head_groups == 1 for layout in layouts)
 
 
 def test_reports_and_status_have_the_fingerprint(checkpoint: Callable[[str], Path]) -> None:
@@ -223,8 +258,7 @@ def test_a_wide_model_has_the_same_bits_beside_others_and_without_graphs(llada: 
     others = requests(63, VOCABULARY, most_prompt=600, seed=2)
     with wide_engine(llada) as engine:
         alone = check_beside(engine, asks, others, (1, 7, 63))
-        drafting = [replace(ask, extra={**ask.extra, "num_speculative_states": 7}) for ask in asks]
-        assert [bits(engine.ask(ask)[0]) for ask in drafting] == alone
+        check_drafts(engine, asks, alone)
     with wide_engine(llada, enforce_eager=True, max_num_batched_tokens=1024) as engine:
         answers = engine.ask(*asks)
         assert [bits(answer) for answer in answers] == alone

@@ -2,6 +2,7 @@
 """Answers match their format under every rule that commits tokens."""
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,14 @@ def test_every_gap_of_a_prompt_is_in_the_language(engine: Engine) -> None:
         ({"structured_outputs": {"json": {"not": {}}}}, r"structured_outputs.json: .*not"),
         ({"structured_outputs": {"regex": "日"}}, "no tokens of the model spell it"),
         ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar"),
+        (
+            {"canvas_token_ids": [5] * 64, "pinned": [[0, 2], [9, 12]]},
+            r"pinned: given 'tokens 0 to 1'; wanted tokens of the text that structured_outputs",
+        ),
+        (
+            {"canvas_token_ids": [5] * 64, "max_edits": 2},
+            r"max_edits: given 2; wanted at least \d+, the number of tokens that break",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str) -> None:
@@ -170,6 +179,40 @@ def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str)
     with pytest.raises(refusal_error(), match=message):
         engine.ask(Request(random_prompt(9), parameters))
     assert engine.is_idle()
+
+
+def test_a_text_is_repaired_until_it_matches(engine: Engine) -> None:
+    """As few tokens change as were broken, and pinned ones stay; also if others are scored."""
+    generator = random.Random(4)
+    whole = engine.ask(*guided_asks(["semi_ar"], 1.0, 6, json=SCHEMA))
+    asks, limits = [], []
+    for answer in whole:
+        for scores in ({"noise": 0}, {"noise": 0.3, "algorithm": "threshold"}):
+            text = list(answer.token_ids)
+            broken = sorted(generator.sample(range(len(text)), 3))
+            for at in broken:
+                text[at] = generator.choice([97, 98, 99])
+            pins = [[at, at + 1] for at in range(len(text)) if at not in broken][::2]
+            extra = {"canvas_token_ids": text, "pinned": pins, "gen_length": 64, **scores}
+            asks.append(
+                Request(random_prompt(9), {**extra, "structured_outputs": {"json": SCHEMA}})
+            )
+            limits.append(3 if scores["noise"] == 0 else len(text))
+    for ask, answer, limit in zip(asks, engine.ask(*asks), limits, strict=True):
+        CHECK.validate(json.loads(answer.text))
+        assert answer.report["num_edited"] <= limit
+        for start, stop in ask.extra["pinned"]:
+            given = ask.extra["canvas_token_ids"][start:stop]
+            assert answer.token_ids[start:stop] in (given, [])
+
+
+def test_a_text_that_matches_needs_no_forward(engine: Engine) -> None:
+    (whole,) = engine.ask(*guided_asks(["semi_ar"], 0.0, json=SCHEMA))
+    extra = {"canvas_token_ids": whole.token_ids, "noise": 0}
+    extra["structured_outputs"] = {"json": SCHEMA}
+    (answer,) = engine.ask(Request(random_prompt(9), extra))
+    assert answer.token_ids == whole.token_ids
+    assert (answer.report["num_edited"], answer.report["num_remasked"]) == (0, 0)
 
 
 def test_log_probabilities_of_chosen_tokens_are_known(engine: Engine) -> None:

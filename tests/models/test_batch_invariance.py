@@ -33,7 +33,7 @@ SHAPES = {
     "llada2": [(3072, 2048), (2048, 2048), (10_240, 2048), (2048, 5120), (157_184, 2048)],
 }
 MOST_ROWS = 4096
-MOST_NUMBERS = 1 << 29  # numbers of a product in these tests
+MAX_NUMBERS = 1 << 27  # numbers of a product in these tests
 
 
 def invariant(weight: Tensor, bias: Tensor | None = None) -> ops.InvariantProjection:
@@ -78,8 +78,11 @@ def test_rows_only_choose_among_kernels_that_do_not_split(shape: Any) -> None:
         tilings = [
             dispatch.unsplit_tiling(rows, *shape, adds=adds, card=H200) for adds in (False, True)
         ]
-        tilings.append(dispatch.linear_tiling(rows, *shape, gated=True, card=H200))
         assert all(tiling is None or tiling.split == 1 for tiling in tilings)
+        gated = dispatch.unsplit_gated_tiling(rows, *shape, card=H200)
+        assert gated is not None and gated.split == 1
+    assert dispatch.unsplit_gated_tiling(1, *shape, card=dispatch.NO_CARD) is None
+    assert dispatch.unsplit_gated_tiling(1, 24, 64, card=H200) is None
 
 
 # ---- the reference on the CPU ----
@@ -172,7 +175,7 @@ def test_products_have_the_same_bits(
 ) -> None:
     bias = tensors(columns) if has_bias else None
     projection = invariant(tensors(columns, depth, std=0.02), bias)
-    scratch, most = FreshBuffers("cuda"), min(MOST_ROWS, MOST_NUMBERS // columns)
+    scratch, most = FreshBuffers("cuda"), min(MOST_ROWS, MAX_NUMBERS // columns)
     x, target = tensors(most, depth), tensors(most, columns)
 
     def results(rows: slice) -> list[Tensor]:
@@ -255,17 +258,24 @@ def test_attention_matches_its_definition(tensors: Any, num_keys: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_head_and_candidates_have_the_same_bits(tensors: Any, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [(0.0, None), (1.0, None), (1.0, ops.Filters(top_p=0.9)), (0.7, ops.Filters(top_k=40))],
+)
+def test_head_and_candidates_have_the_same_bits(
+    tensors: Any, temperature: float, filters: Any
+) -> None:
     vocab_size, most = 126_464, 700
     projection, scratch = invariant(tensors(vocab_size, 4096, std=0.02)), FreshBuffers("cuda")
     x = tensors(most, 4096)
+    x[100:200, 1:] = 0  # many logits of these rows are equal
     positions = torch.arange(most, device="cuda")
 
     def sampled(rows: slice) -> tuple[Tensor, ...]:
         logits = x.new_empty(len(x[rows]), vocab_size)
         projection.project(x[rows], logits, scratch)
-        chosen = ops.Rows(temperature=temperature, seed=7, step=3, positions=positions[rows])
+        drawn: Any = {"temperature": temperature, "seed": 7, "step": 3, "filters": filters}
+        chosen = ops.Rows(**drawn, positions=positions[rows])
         found = ops.candidates(logits, chosen, "confidence", first_column=0, vocab_size=vocab_size)
         return found.token, found.score, found.greedy
 
@@ -274,6 +284,15 @@ def test_head_and_candidates_have_the_same_bits(tensors: Any, temperature: float
         alone, beside = sampled(place), sampled(slice(0, many))
         assert all(torch.equal(a, w[place]) for a, w in zip(alone, whole, strict=True))
         assert all(torch.equal(b, w[:many]) for b, w in zip(beside, whole, strict=True))
+
+
+@pytest.mark.gpu
+def test_norms_have_the_same_bits(tensors: Any) -> None:
+    x, weight = tensors(MOST_ROWS, 4096), tensors(4096)
+    whole = ops.rms_norm(x, weight, 1e-5)
+    for many, _, place in cases(6, 100):
+        assert is_same(ops.rms_norm(x[place], weight, 1e-5), whole[place])
+        assert is_same(ops.rms_norm(x[:many], weight, 1e-5), whole[:many])
 
 
 EXPERTS = [(64, 8, 2048, 1024, ops.SOFTMAX), (128, 8, 2048, 768, ops.Scoring(is_normalised=True))]

@@ -126,15 +126,17 @@ def test_compiled_tilings_have_the_same_order(tensors, columns, depth):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiling", [Tiling(192), Tiling(96), Tiling(192, rows=128)])
 @pytest.mark.parametrize("width", [12_288, 768])
-def test_gated_tilings_have_the_same_order(tensors, tiling, width):
-    x, weight = tensors(300, 4096), tensors(2 * width, 4096)
-    wanted = silu_mul(ordered_gemm(x, weight))
-    most = {192: 128, 96: 64}[tiling.columns] if not tiling.rows else 300
-    for tile in {tiling, Tiling(192, rows=256)} if tiling.rows else {tiling}:
-        found = fused_linear(x[:most], weight, tiling=tile, epilogue=Epilogue.SILU_MUL)
-        assert is_same(found, wanted[:most]), tile
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_gated_tilings_have_the_same_order(tensors, width, scale):
+    x, weight = tensors(300, 4096), tensors(2 * width, 4096) * scale
+    tilings = [Tiling(192, rows=128), Tiling(192, rows=256), Tiling(192), Tiling(96)]
+    options: Any = {"epilogue": Epilogue.SILU_MUL}
+    wanted = fused_linear(x, weight, tiling=tilings[0], **options)
+    for tiling, most in zip(tilings, (300, 300, 128, 64), strict=True):
+        assert is_same(fused_linear(x[:most], weight, tiling=tiling, **options), wanted[:most])
+    apart = silu_mul(ordered_gemm(x, weight))
+    assert (apart != wanted).float().mean() < 1e-3  # the two round silu differently
 
 
 @pytest.mark.gpu

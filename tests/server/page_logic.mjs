@@ -6,7 +6,8 @@ import { test } from "node:test";
 
 const modules = new URL("../../vllm/diffusion/api/page/static/", import.meta.url);
 const { ABSENT, COMMITTED, EDITED, MASKED, PROPOSED, Trace, UNUSED, shown } = await import(`${modules}trace.js`);
-const { curlOf, eachEvent, lengthOf, linkOf, stateIn } = await import(`${modules}request.js`);
+const { inCharacters, locked, moved, partsOf } = await import(`${modules}ranges.js`);
+const { curlOf, eachEvent, lengthOf, linkOf, revising, stateIn } = await import(`${modules}request.js`);
 const { languageOf, matches, writtenOf } = await import(`${modules}guided.js`);
 const { bucketsOf, samplesOf, sumOf } = await import(`${modules}metrics.js`);
 const { layout } = await import(`${modules}board.js`);
@@ -325,4 +326,24 @@ test("what an answer must match is written and read", () => {
   }
   assert.throws(() => languageOf("json", "{"), /JSON schema: /);
   assert.throws(() => languageOf("regex", " "), /wanted a regular expression/);
+});
+
+test("locked ranges join, move with the text, and end where it changes", () => {
+  const text = "one two three";
+  let ranges = locked(locked([], [0, 3]), [8, 13]);
+  assert.deepEqual(ranges, [[0, 3], [8, 13]]);
+  assert.deepEqual(locked(ranges, [2, 5]), [[0, 5], [8, 13]]);
+  assert.deepEqual(locked(ranges, [3, 8]), [[0, 13]]);
+  assert.deepEqual(locked(ranges, [4, 4]), ranges);
+  assert.deepEqual(partsOf(ranges, text), [["one", true], [" two ", false], ["three", true]]);
+  assert.deepEqual(moved(ranges, text, "one twenty three"), [[0, 3], [11, 16]]);
+  assert.deepEqual(moved(ranges, text, "one two thr"), [[0, 3]]);
+  assert.deepEqual(moved(ranges, text, text), ranges);
+  assert.deepEqual(moved(ranges, text, `>${text}`), [[1, 4], [9, 14]]);
+  assert.deepEqual(inCharacters([[3, 5]], "a😀bc"), [[2, 4]]);
+});
+
+test("a revision has the length of its text", () => {
+  const settings = { algorithm: "semi_ar", gen_length: 32, steps: 8, canvas: "grow", structured_outputs: {}, seed: 1 };
+  assert.deepEqual(revising(settings), { algorithm: "semi_ar", seed: 1 });
 });

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes that revise texts, in the form of Inception's API."""
 
+import json
 from typing import Any
 
 import pytest
@@ -138,6 +139,16 @@ def test_pinned_characters_stay(client: Client) -> None:
     assert text_of(everything) == WRONG
 
 
+def test_a_text_is_repaired_to_its_format(client: Client) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "some", "schema": schema}}
+    fields = {"canvas_text": '{"ok": trve}', "noise": 0, "response_format": form, "max_tokens": 32}
+    answer = client.answer(CHAT, body_for(CHAT, **fields))
+    assert set(json.loads(text_of(answer))) == {"ok"}
+    assert answer["diffusion"]["num_remasked"] > 0
+
+
 def test_log_probabilities_of_kept_tokens_are_zero(client: Client) -> None:
     answer = client.answer(CHAT, body_of(CHAT, logprobs=True, top_logprobs=1))
     entries = answer["choices"][0]["logprobs"]["content"]
@@ -169,11 +180,6 @@ def test_log_probabilities_of_kept_tokens_are_zero(client: Client) -> None:
             {"canvas_token_ids": [5]},
             "canvas_text",
             "wanted either it or canvas_token_ids",
-        ),
-        (
-            {"response_format": {"type": "json_object"}},
-            "response_format",
-            "wanted none beside canvas_text",
         ),
         ({"return_trajectory": True}, "return_trajectory", "wanted false beside canvas_text"),
         ({"allow_infill": True}, "allow_infill", "wanted false beside canvas_text"),

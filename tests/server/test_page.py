@@ -30,6 +30,7 @@ from vllm.diffusion.request.families import (
     IDLM,
     LLADA,
     LLADA2,
+    LLADA21,
     LLADA22,
     NEMOTRON,
     SDAR,
@@ -123,6 +124,18 @@ def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
         for field in fields:
             assert BY_NAME[field].is_used_by(name, is_block_causal=kind)
             assert fields[field]["doc"] == BY_NAME[field].doc
+
+
+@pytest.mark.parametrize(
+    ("family", "limits"),
+    [
+        (LLADA, ("pinned", "noise", "edit_threshold", "max_edits")),
+        (LLADA21, ("pinned",)),
+        (SDAR, None),
+    ],
+)
+def test_what_limits_a_revision(family: Family, limits: tuple[str, ...] | None) -> None:
+    assert page_options(model_of(family), "m", "1")["revises"] == limits
 
 
 def test_defaults_are_those_that_act() -> None:
@@ -809,6 +822,31 @@ def test_a_question_asked_again_is_a_branch_and_nothing_is_lost(
     ask(page, "and Japan?")
     contents = [m["content"] for m in page.run("window.sent")[0]["messages"]]
     assert contents[::2] == [QUESTION, other, "and Japan?"]
+
+
+def test_an_answer_is_revised_beside_it_and_locked_parts_stay(page: Browser) -> None:
+    page.run(LISTEN)
+    ask(page, QUESTION)
+    press(page, "Revise answer 1")
+    page.run(
+        "{ const b = document.getElementById('revised');"
+        "b.value = b.value.replace('Paris', 'Rome');"
+        "b.dispatchEvent(new Event('input')); b.setSelectionRange(0, 11);"
+        "document.querySelector('[name=lock]').click(); }"
+    )
+    assert page.run("document.querySelector('.locked mark').textContent") == ANSWER[:11]
+    page.run("document.querySelector('[name=revise]').click()")
+    wait_for_answer(page)
+    assert answers(page) == [ANSWER]
+    assert page.run("document.querySelector('.count').ariaLabel") == "Version 2 of 2"
+    text = ANSWER.replace("Paris", "Rome")
+    assert page.run("document.querySelector('.diff').textContent").splitlines() == [
+        f"-{text}",
+        f"+{ANSWER}",
+    ]
+    body = page.run("window.sent")[1]
+    assert (body["canvas_text"], body["pinned"]) == (text, [[0, 11]])
+    assert "gen_length" not in body and "max_tokens" not in body
 
 
 def test_a_text_that_is_not_sent_yet_is_kept(page: Browser, server: ServerProcess) -> None:

@@ -151,13 +151,18 @@ class Language:
         sets = np.searchsorted(self.set_starts, order, side="right") - 1
         return sets, starts
 
+    def sets_with(self, kind: int) -> Array:
+        """Return the sets that have a class; none for `DEAD`."""
+        sets, starts = self._sets_of_class
+        own: Array = sets[starts[kind] : starts[kind + 1]] if kind != DEAD else sets[:0]
+        return own
+
     def advance(self, state: int, token: int) -> int:
         """Return the state after a token, or `num_states` if the token is not allowed."""
         kind = int(self.class_of_token[token])
         if state == self.num_states or kind == DEAD:
             return self.num_states
-        sets, starts = self._sets_of_class
-        is_allowed = np.isin(self.edge_sets[state], sets[starts[kind] : starts[kind + 1]])
+        is_allowed = np.isin(self.edge_sets[state], self.sets_with(kind))
         edges = is_allowed.nonzero()[0]
         return int(self.edge_targets[state, edges[0]]) if len(edges) else self.num_states
 

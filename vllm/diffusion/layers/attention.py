@@ -15,7 +15,7 @@ from vllm.diffusion.core import stages
 from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.devices import num_multiprocessors
 from vllm.diffusion.core.spans import HeadGroup
-from vllm.diffusion.layers.attention_backends import attend, reads_pages
+from vllm.diffusion.layers.attention_backends import attend, attend_invariantly, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
 
@@ -242,7 +242,9 @@ def _attend_all(
     attended.expect(buffers, len(q))
     statistics.expect(buffers, len(q))
     if q.is_cuda and can_split(q.dtype, q.shape[2], q.device):
-        split_rows = stages.SPLIT_ROWS * num_multiprocessors(q.device)
+        has_fixed_parts = kernel is attend_invariantly
+        of_card = stages.FIXED_PART_ROWS if has_fixed_parts else stages.SPLIT_ROWS
+        split_rows = of_card * num_multiprocessors(q.device)
         stages.split_attention(q.shape[2]).expect(buffers, split_rows)
     for k, _, layout in sources:
         if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):

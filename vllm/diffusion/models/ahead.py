@@ -40,7 +40,7 @@ _EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Row counts for which the products of LoRA adapters have other tiles, or parts of their sums.
 _ADAPTED_ROWS = (16, 160, 256, 512, 1024, 2048, 4096)
 # Row counts for which the products of a batch-invariant engine have other tiles.
-_INVARIANT_ROWS = (1, 17, 33, 65, 129, 193, 257, 512, 1024, 2048, 4096)
+_INVARIANT_ROWS = (1, 17, 33, 65, 129, 193, 257, 512, 1024)
 # Maximum keys of a sequence. Few keys are not split.
 _ATTENDED_KEYS = (64, 4096)
 

@@ -79,6 +79,8 @@ class MixtureMLP(nn.Module):
 
     def stage(self, norm: RMSNorm) -> ExpertsMLP:
         """Create the stage over these weights, after they are loaded."""
+        if ops.is_invariant(self):
+            ops.check_invariant(self.w1.matrices, self.w2.matrices)
         return ExpertsMLP(
             norm,
             self.gate.weight,

@@ -22,6 +22,7 @@ from vllm.diffusion.ops.experts import (
     Routing,
     Scoring,
     add_experts,
+    check_invariant,
     expert_terms,
     route_rows,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "apply_rotary",
     "attention",
     "candidates",
+    "check_invariant",
     "embed_rows",
     "empty_packed",
     "expand",

@@ -202,6 +202,20 @@ def unsplit_tiling(
     return None
 
 
+def unsplit_gated_tiling(
+    num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo
+) -> Tiling | None:
+    """Return a tiling of a gated product, which no tiling splits; None if no tiling fits the shape.
+
+    Separate kernels for product and silu would round a few values differently, so either tilings
+    serve any number of rows, or none does.
+    """
+    if card.tier is not KernelTier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
+        return None
+    tiling = linear_tiling(num_rows, num_columns, depth, gated=True, card=card)
+    return _GATED[-1] if tiling is None else tiling
+
+
 def unsplit_cublas_rows(num_columns: int, depth: int) -> int | None:
     """Return the rows from which cuBLAS sums from low to high depth; None if it may split it."""
     for some in _CUBLAS_RANGES:

@@ -16,6 +16,7 @@ import torch
 
 import gather_gemm
 from gather_gemm import SOFTMAX, Routing, Scoring
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.packed import unpacked
 from vllm.distributed import get_tensor_model_parallel_world_size
@@ -119,6 +120,22 @@ class PackedExperts(NamedTuple):
 
 
 ExpertWeights: TypeAlias = DenseExperts | PackedExperts
+
+
+def check_invariant(*weights: ExpertWeights) -> None:
+    """Refuse matrices on a GPU for which the kernel for any number of rows does not exist.
+
+    Raises:
+        ServerConfigError: there are such matrices.
+    """
+    for some in weights:
+        assert isinstance(some, DenseExperts)
+        values = some.values
+        if values.is_cuda and not fused_ops.has_grouped_gemm(values[0, :1], values):
+            raise ServerConfigError(
+                f"batch_invariant: given experts of {values.dtype} {list(values.shape[1:])}; "
+                "wanted bfloat16 and sizes that are multiples of 16"
+            )
 
 
 def _matrices(weights: ExpertWeights, like: Tensor) -> DenseExperts:

@@ -117,12 +117,11 @@ class InvariantProjection(Projection):
         self._multiply(x, self._weight[columns], out, bias)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        """Compute in one or two kernels, which round at the same points."""
+        """Compute in one kernel with any number of rows, or in two with any number."""
         weight = self._weight
         if self._bias is None and x.is_cuda and has_fused_linear(x, weight):
-            # No tiling of a gated product splits the depth.
             card, (columns, depth) = dispatch.card_of(x.device), weight.shape
-            tiling = dispatch.linear_tiling(len(x), columns, depth, gated=True, card=card)
+            tiling = dispatch.unsplit_gated_tiling(len(x), columns, depth, card=card)
             if tiling is not None:
                 options: Any = {"epilogue": Epilogue.SILU_MUL, "early": WEIGHTS_ARE_CONSTANT}
                 fused_linear(x, weight, out, tiling=tiling, **options)

@@ -41,7 +41,7 @@ from vllm.diffusion.request.likelihood import (
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
 from vllm.diffusion.request.request_fields import FIXED_WITH, NO_FILTERS
-from vllm.diffusion.request.revision import revision_of
+from vllm.diffusion.request.revision import mended, revision_of
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 
@@ -379,7 +379,7 @@ def _guided(
     it.
 
     Filters of single tokens are dropped, because they cannot be combined with a format, and so is
-    thinking before the answer.
+    thinking before the answer. Tokens of a text that break the format become masks.
     """
     is_limit = params.can_grow or params.max_tokens < params.gen_length
     check_room(guide, spec, params.longest_answer, "max_tokens" if is_limit else "gen_length")
@@ -388,7 +388,9 @@ def _guided(
             check_room(guide, spec, len(list(tokens)), "prompt")
     without = {**NO_FILTERS, "thinking_token_budget": None}
     others = tuple(n for n, value in without.items() if getattr(params, n) != value)
-    return dataclasses.replace(params, guide=guide, **without, ignored=(*params.ignored, *others))
+    revision = params.revision and mended(params.revision, spec, guide, params)
+    ignored = (*params.ignored, *others)
+    return dataclasses.replace(params, guide=guide, revision=revision, **without, ignored=ignored)
 
 
 def _with_end_of_thinking(params: DiffusionParams, request: Request) -> DiffusionParams:

@@ -6,17 +6,24 @@ Nothing here imports torch or upstream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.guided.language import Language
+from vllm.diffusion.guided.open_window import FREE
+from vllm.diffusion.guided.repair import MAX_CELLS, NoStringError, fewest_changes
 from vllm.diffusion.request.families import FAMILIES
 from vllm.diffusion.request.values import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.diffusion.guided.guides import Spec
+    from vllm.diffusion.guided.guides import Guide, Spec
+    from vllm.diffusion.request.families import Family
+    from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.request import Request
 
 DEFAULT_THRESHOLD = 0.1
@@ -53,6 +60,8 @@ class Revision:
         threshold: probability below which a token may be masked again; None for no limit.
         max_edits: most tokens that may differ in the end; None for no limit.
         rounds: times that the text is scored and filled.
+        broken: positions that are masks from the beginning, because their tokens break the format
+            of the answer.
     """
 
     token_ids: tuple[int, ...]
@@ -61,6 +70,7 @@ class Revision:
     threshold: float | None = DEFAULT_THRESHOLD
     max_edits: int | None = None
     rounds: int = 1
+    broken: tuple[int, ...] = ()
 
     @property
     def changes_tokens(self) -> bool:
@@ -125,14 +135,21 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
     )
 
 
+def limits_for(family: Family) -> tuple[str, ...] | None:
+    """Return the fields that limit how much of a text changes; None if no text is revised."""
+    if not family.is_block_causal:
+        return ("pinned", "noise", "edit_threshold", "max_edits")
+    return ("pinned",) if family.default_algorithm == REPAIRING else None
+
+
 def _check_repair(request: Request, names: Sequence[str]) -> None:
     """Refuse what a block-causal family cannot do with a text.
 
     Only models that were trained to replace tokens repair a text, and their rule sets the limits.
     """
     given, family = request.given, request.model.family
-    if family.default_algorithm != REPAIRING:
-        able = (f for f in FAMILIES if not f.is_block_causal or f.default_algorithm == REPAIRING)
+    if limits_for(family) is None:
+        able = (f for f in FAMILIES if limits_for(f) is not None)
         revise = f"revises no text, but {in_words(f.name for f in able)} do"
         wanted = f"wanted none: a model of family {family.name} {revise}"
         raise InvalidParameterError(names[0], given[names[0]], wanted)
@@ -149,7 +166,7 @@ def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> 
     given = request.given
     if len(names) > 1:
         raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
-    if spec is not None:
+    if spec is not None and request.model.family.is_block_causal:
         raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
     for name in _NOT_BESIDE_A_TEXT:
         if given.get(name):
@@ -196,3 +213,29 @@ def _pinned(request: Request, borders: Sequence[Span]) -> tuple[Span, ...]:
         else:
             merged.append([at, at + 1])
     return tuple((start, stop) for start, stop in merged)
+
+
+def mended(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams) -> Revision:
+    """Return a revision that masks the fewest tokens so that the answer can match its format.
+
+    Raises:
+        InvalidParameterError: the tokens that must stay, or too few changes, exclude every answer.
+    """
+    language, tokens = Language.unpacked(guide.language), np.array(revision.token_ids)
+    if len(tokens) * language.num_states > MAX_CELLS:
+        wanted = f"wanted at most {MAX_CELLS // language.num_states} beside this {spec.field}"
+        raise InvalidParameterError("canvas_text", f"{len(tokens)} tokens", wanted)
+    is_mask, can_change = tokens == params.mask_id, np.ones(len(tokens), dtype=np.bool_)
+    for start, stop in revision.pinned:
+        can_change[start:stop] = False
+    kinds = np.where(is_mask, FREE, language.class_of_token[tokens])
+    try:
+        broken = fewest_changes(language, kinds, can_change, params.longest_answer - len(tokens))
+    except NoStringError as error:
+        start, stop = next(span for span in reversed(revision.pinned) if span[0] <= error.position)
+        wanted = f"wanted tokens of the text that {spec.field} admits"
+        raise InvalidParameterError("pinned", f"tokens {start} to {stop - 1}", wanted) from None
+    if revision.max_edits is not None and len(broken) > revision.max_edits:
+        wanted = f"wanted at least {len(broken)}, the number of tokens that break {spec.field}"
+        raise InvalidParameterError("max_edits", revision.max_edits, wanted)
+    return replace(revision, broken=tuple(broken.tolist()))

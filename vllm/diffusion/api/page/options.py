@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
 from vllm.diffusion.request.fields import BY_NAME, value_of
 from vllm.diffusion.request.lengths import usual_block, usual_first_length
+from vllm.diffusion.request.revision import limits_for
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.algorithms import Algorithm
@@ -29,7 +30,8 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
     Returns:
         `algorithms` by name, each with the description `commits` and with `fields`, its parameters
         and their defaults, and with `auto_length`, what the page sends if the user chooses no
-        length; `end_ids` holds the tokens that end an answer.
+        length; `end_ids` holds the tokens that end an answer; `revises` holds the fields that
+        limit how much of a text changes, and is None if the model revises no texts.
     """
     family = model.family
     algorithms = algorithms_for(family)
@@ -40,6 +42,7 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
         "family": family.name,
         "max_model_len": model.max_model_len,
         "end_ids": sorted(model.ids.stop),
+        "revises": limits_for(family),
         "algorithm": default,
         "algorithms": {
             algorithm.name: {

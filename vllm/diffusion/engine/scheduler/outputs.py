@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from vllm.diffusion.editing.differences import edits_between
+from vllm.diffusion.engine.scheduler.text_edits import edits_of
 from vllm.diffusion.engine.scheduler.trajectories import trajectory_of
 from vllm.outputs import RequestError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -21,7 +21,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 if TYPE_CHECKING:
     from vllm.diffusion.engine.messages import StepResult
     from vllm.diffusion.engine.scheduler.request_state import RequestState
-    from vllm.diffusion.request.params import DiffusionParams
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
@@ -170,7 +169,7 @@ def _report(item: RequestState) -> dict[str, Any]:
         "seed": item.params.seed,
         "ignored": list(item.params.ignored),
         **_lengths(item),
-        **_edits(item),
+        **(edits_of(item) if item.params.revision is not None else {}),
         **item.report,
         **(item.largest.report() if item.largest is not None else {}),
     }
@@ -180,34 +179,6 @@ def _lengths(item: RequestState) -> dict[str, list[int]]:
     """Return the lengths of a canvas that may grow, in order."""
     lengths = [*item.earlier_lengths, item.params.gen_length]
     return {} if item.params.canvas == "fixed" else {"canvas_lengths": lengths}
-
-
-def _edits(item: RequestState) -> dict[str, Any]:
-    """Return how an answer differs from the text that it began with, if it began with one."""
-    revision = item.params.revision
-    if revision is None:
-        return {}
-    answer = list(item.request.output_token_ids)
-    if answer and answer[-1] in item.params.stop_ids:
-        answer.pop()
-    text = revision.token_ids[: revision.num_before_end(item.params.stop_ids)]
-    edits = edits_between(text, answer)
-    return {
-        "edits": [edit._asdict() for edit in edits],
-        "num_edited": sum(
-            token not in (item.params.mask_id, new)
-            for token, new in zip(text, answer, strict=False)
-        ),
-        "scoring": _scoring(item.params),
-    }
-
-
-def _scoring(params: DiffusionParams) -> str:
-    """Return how the tokens of a text are scored: as they are read, or in copies that mask them."""
-    if params.is_block_causal:
-        return "direct"
-    has_scores = params.revision is not None and params.revision.changes_tokens
-    return "striped" if has_scores else "none"
 
 
 def _num_end_tokens(item: RequestState) -> int:

@@ -24,7 +24,6 @@ one commit. With drafts (`speculation.py`) one step of the runner may make sever
 from __future__ import annotations
 
 from contextlib import suppress
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from vllm.diffusion.engine.worker.window import ForwardWindow
 from vllm.diffusion.request.visibility import FULL, num_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from vllm.diffusion.decoding import Commit, ScorePick
     from vllm.diffusion.engine.messages import NewCanvas
@@ -107,7 +106,7 @@ class Canvas:
         # `commit` returns early.
         self._settled_threshold = 0
         self._unreported: list[int] = []  # tokens that became final since the latest report
-        self._exceptions: dict[str, bool] = {}  # why the answer may not be as promised
+        self.facts: dict[str, Any] = {}  # of the engine, for the report of the answer
         self._num_committed: int | None = None  # see `count_committed`
         # Target of a forward that has begun and is not committed.
         self._target: ForwardTarget | None = None
@@ -373,8 +372,8 @@ class Canvas:
         self._settled_threshold = 0
         if not self.keeps_approximately or not self.has_next:
             return
-        # Alone, the request would have read the cached keys, so its answer may change.
-        self._exceptions["refreshed_early"] = True
+        if self.facts:  # alone, the request would have read the cached keys
+            self.facts["refreshed_early"] = True
         if self.params.cache == "frozen":
             return
         # If the rule fails here, the launch of the forward reports its error.
@@ -418,11 +417,8 @@ class Canvas:
                 guest.look(self.tokens, self.num_steps)
         return self._num_committed
 
-    def report(self, promise: Mapping[str, Any] = MappingProxyType({})) -> StepResult:
-        """Return the results of all commits since the latest report.
-
-        `promise` has the fields in which the engine promises equal bits, if it does.
-        """
+    def report(self) -> StepResult:
+        """Return the results of all commits since the latest report."""
         num_committed, more = self.count_committed(), dict[str, Any]()
         if self.is_complete and self.params.early_stop:
             # Fills the positions after the end of the answer.
@@ -436,7 +432,7 @@ class Canvas:
             num_steps=self.num_steps,
             num_forwards=self.num_forwards,
             num_drafts=self.num_drafts,
-            report={**self.rule.report, **promise, **(self._exceptions if promise else {})},
+            report=self.rule.report | self.facts,
             num_committed=num_committed,
             next_rows=self.count_next_rows() if self.has_next else 0,
             new_lengths=self.new_lengths,

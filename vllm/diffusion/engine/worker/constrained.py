@@ -89,13 +89,17 @@ class Constraint(CanvasGuest):
         self._stretches = [*(_Stretch(hole, len(hole)) for hole in holes), canvas]
 
     def begin(self, tokens: Array) -> None:
-        """Write the fixed prefix of every answer, up to the token after which room runs out."""
+        """Write the fixed prefix of every answer, up to the token after which room runs out.
+
+        A text on the canvas stays as it is.
+        """
         prefix = self._params.guide.prefix if self._params.guide is not None else ()
         for stretch in self._stretches:
             state = 0
             for index, token in enumerate(prefix[: len(stretch.rows)]):
                 state = self._language.advance(state, token)
-                if self._language.room[state] > stretch.limit - index - 1:
+                has_text = tokens[stretch.rows.start + index] != self._params.mask_id
+                if has_text or self._language.room[state] > stretch.limit - index - 1:
                     break
                 tokens[stretch.rows.start + index] = token
 

@@ -60,6 +60,7 @@ class TextCanvas(Canvas):
             raise ValueError("revision: wanted a text, got None")
         self._revision = self.params.revision
         self._text = self._canvas[: self.params.num_open]  # a view: the positions of the answer
+        self._text[:] = self.params.mask_id  # without the prefix of a format
         self._text[: len(self._revision.token_ids)] = self._revision.token_ids
         for guest in self._guests:
             guest.begin(self.tokens)
@@ -88,7 +89,8 @@ class RevisedCanvas(TextCanvas):
             self._is_pinned[start:stop] = True
         self._rounds_left = self._revision.rounds
         self._known_texts = set[bytes]()
-        self._num_remasked = 0
+        self._text[list(self._revision.broken)] = self.params.mask_id
+        self._num_remasked = len(self._revision.broken)
         self._use_rule(self.rule)
         self._scores: StripedScores | None = None
         self._has_scored = False  # whether the latest forward scored a text that will change
@@ -141,7 +143,7 @@ class RevisedCanvas(TextCanvas):
         return self.named_tokens(positions) if self.pending_copies else super().token_ids(positions)
 
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
-        """Return the changes of logits; scores are those of the model itself."""
+        """Return the changes of logits; none for scores."""
         return None if self.pending_copies else super().edits(positions, tokens)
 
     @property

@@ -240,6 +240,7 @@ class DiffusionModelRunner:
         canvas = self.canvases.get(new.req_id)
         if canvas is None:
             canvas = make_canvas(new, self.model.family.visibility)
+            canvas.facts |= self.promise
         else:
             canvas.grow(new.params)
         length, layers, owner = canvas.window.num_places, new.host_layers, new.prompt_of or ""

@@ -123,7 +123,7 @@ class ScoringCopies(StepGuest):
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
     ) -> None:
-        """Commit the scores of the copies, after those of the requests themselves."""
+        """Commit the scores of the copies, after the requests' own."""
         canvases = self._runner.canvases
         for item, result in zip(step.batch.items, candidates, strict=True):
             if not isinstance(item, ScoringCopy) or canvases.get(item.req_id) is not item.canvas:

@@ -346,7 +346,7 @@ class StepLoop:
     def _result(self, req_id: str, error: Exception | None) -> StepResult:
         if error is None:
             try:
-                result = self._runner.canvases[req_id].report(self._runner.promise)
+                result = self._runner.canvases[req_id].report()
                 if result.new_lengths:
                     self._runner.release_pages(req_id)
                 return result

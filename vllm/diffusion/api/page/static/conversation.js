@@ -9,7 +9,7 @@ export const isSaid = (answer) => Boolean(answer?.isWhole && answer.text.trim())
 
 export class Conversation {
   // turns: all turns in the order in which they were asked, {question, answers, parent}. answers: by
-  // canvas name {text, isWhole, isExact, isBad, note, verdict, speed}. parent: index of the turn that
+  // canvas name {text, diff, isWhole, isExact, isBad, note, verdict, speed}. parent: index of the turn that
   // it follows, -1 for a first turn; without it, a turn follows the one before it in the list.
   // leaf: index of the last turn of the branch that is shown. title: the user's, or "".
   // revision: how often the conversation was stored.
@@ -113,10 +113,10 @@ export class Conversation {
 
 const isIndex = (value, first, end) => Number.isInteger(value) && value >= first && value < end;
 
-function readAnswer({ text = "", isWhole, isExact, isBad, note = "", speed }) {
+function readAnswer({ text = "", diff = "", isWhole, isExact, isBad, note = "", speed }) {
   const { tokens, seconds, steps } = speed ?? {};
   return {
-    text: String(text), isWhole: Boolean(isWhole), isExact: Boolean(isExact), isBad: Boolean(isBad),
+    text: String(text), diff: String(diff), isWhole: Boolean(isWhole), isExact: Boolean(isExact), isBad: Boolean(isBad),
     note: String(note), speed: [tokens, seconds, steps].every(Number.isFinite) ? speed : null,
   };
 }

@@ -5,9 +5,11 @@ import { isSaid } from "./conversation.js";
 import { button, element } from "./elements.js";
 import { elementsOf } from "./markdown.js";
 import { copy } from "./request.js";
+import { linesOf } from "./reviser.js";
 
 export class Log {
-  // box: the element that holds the turns. acts: {edit, again, choose}, called with a turn's number.
+  // box: the element that holds the turns. acts: {edit, again, choose}, and {revise} if the model
+  // revises texts; called with a turn's number.
   constructor(box, acts) {
     this.box = box;
     this.acts = acts;
@@ -36,12 +38,13 @@ export class Log {
       button("Regenerate", `Regenerate answer ${k + 1}`, () => this.acts.again(k)),
       button("Edit", `Edit question ${k + 1}`, () => this.acts.edit(k)),
     );
+    if (this.acts.revise) acts.append(button("Revise", `Revise answer ${k + 1}`, () => this.acts.revise(k)));
     turn.append(element("p", "mine", question));
     for (const name of Object.keys(answers).length ? Object.keys(answers) : names) {
       const answer = element("div", "answer");
       answer.dataset.name = name;
-      answer.append(...["text", "note", "verdict", "speed"].map((part) =>
-        element(part === "text" ? "div" : "p", part)));
+      answer.append(...["text", "diff", "note", "verdict", "speed"].map((part) =>
+        element({ text: "div", diff: "pre" }[part] ?? "p", part)));
       turn.append(answer);
       fill(answer, answers[name] ?? { isOver: false });
     }
@@ -102,14 +105,16 @@ export class Log {
 // An answer that must match a format is shown unchanged; other answers are rendered as Markdown.
 function fill(answer, found) {
   const { text = "", isOver = true, isExact = false, isBad = false, note = "" } = found;
-  const { verdict = null, speed = null } = found;
-  const [body, noted, judged, measured] = answer.children;
+  const { verdict = null, speed = null, diff = "" } = found;
+  const [body, changed, noted, judged, measured] = answer.children;
   answer.source = text;
   answer.dataset.said = !isOver || isSaid(found); // later turns send it to the model
   body.classList.toggle("open", !isOver);
   body.classList.toggle("exact", isExact);
   body.replaceChildren(isExact ? text : elementsOf(text));
   body.hidden = isOver && !text.trim();
+  changed.replaceChildren(...linesOf(diff));
+  changed.hidden = !diff;
   Object.assign(noted, { textContent: note, hidden: !note });
   noted.dataset.bad = isBad;
   Object.assign(measured, { textContent: speed ? speedOf(speed) : "", hidden: !speed });

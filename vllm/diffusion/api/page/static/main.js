@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: a conversation, and one or two canvases next to it.
 
-import { Conversation } from "./conversation.js";
+import { Conversation, isSaid } from "./conversation.js";
 import { History } from "./history.js";
 import { jsonOf } from "./key.js";
 import { Log } from "./log.js";
 import { Pane } from "./pane.js";
 import { copy, linkOf, stateIn } from "./request.js";
+import { Reviser } from "./reviser.js";
 import { keep, kept } from "./session.js";
 import { bindShortcuts, showShortcuts } from "./shortcuts.js";
 import { openStore } from "./store.js";
@@ -24,8 +25,10 @@ class Page {
     this.draft = ""; // the text that was in the question's box before
     this.asked = null; // the turn that is being answered
     this.panes = [this.newPane("A")];
+    this.reviser = new Reviser(find("revise"), offered.revises ?? [], (fields) => this.again(this.revised, fields));
     this.log = new Log(find("log"), {
       edit: (k) => this.edit(k), again: (k) => this.again(k), choose: (k, by) => this.choose(k, by),
+      ...(offered.revises && { revise: (k) => this.revise(k) }),
     });
     this.history = new History(find("history"), store, {
       open: (conversation) => this.open(conversation),
@@ -116,8 +119,9 @@ class Page {
     this.ask(k, question);
   }
 
-  // Ask turn k. If there is a turn k, the new one becomes a branch beside it.
-  async ask(k, question) {
+  // Ask turn k. If there is a turn k, the new one becomes a branch beside it. revision: fields of a
+  // text to revise, which becomes the answer.
+  async ask(k, question, revision = null) {
     if (this.isRunning) return;
     const { conversation } = this;
     const turn = this.asked = conversation.begin(k, question);
@@ -131,7 +135,7 @@ class Page {
         const show = (answer) => {
           if (conversation === this.conversation) this.log.fill(k, pane.name, answer);
         };
-        turn.answers[pane.name] = await pane.run(messages, isPlain, show);
+        turn.answers[pane.name] = await pane.run(messages, isPlain, show, revision);
         show(turn.answers[pane.name]);
       }));
     } finally {
@@ -154,11 +158,20 @@ class Page {
     find("send").disabled = !isRunning && !find("question").value.trim();
   }
 
-  again(k) {
+  // Ask the question of turn k again; revision: as for `ask`.
+  again(k, revision) {
     if (this.isRunning) return;
     this.leaveEdit();
-    this.ask(k, this.conversation.shown[k].question);
+    this.ask(k, this.conversation.shown[k].question, revision);
     this.focus();
+  }
+
+  // Open the dialog that revises the first answer of turn k.
+  revise(k) {
+    if (this.isRunning) return;
+    this.leaveEdit();
+    this.revised = k;
+    this.reviser.show(Object.values(this.conversation.shown[k].answers).find(isSaid)?.text ?? "");
   }
 
   edit(k) {

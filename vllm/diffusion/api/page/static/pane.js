@@ -5,7 +5,7 @@ import { BoardView, inks } from "./board.js";
 import { Controls, onPage } from "./controls.js";
 import { saveFile } from "./files.js";
 import { KINDS, matches } from "./guided.js";
-import { apiKey, ask, bodyOf, copy, curlOf, lengthOf } from "./request.js";
+import { apiKey, ask, bodyOf, copy, curlOf, lengthOf, revising } from "./request.js";
 import { svgOf } from "./svg.js";
 import { ABSENT, EDITED, MASKED, PROPOSED, Trace, UNUSED } from "./trace.js";
 
@@ -56,8 +56,8 @@ export class Pane {
   }
 
   // Send a request and draw every step. Returns the answer in the form of conversations and logs;
-  // `show` is called with each partial answer.
-  async run(messages, isPlain, show) {
+  // `show` is called with each partial answer. revision: fields of a text to revise, or null.
+  async run(messages, isPlain, show, revision) {
     let text = "", note = "", isBad = false, report = null, settings = null;
     let { abort } = this;
     this.report = null;
@@ -70,7 +70,8 @@ export class Pane {
       settings.seed ??= Math.floor(Math.random() * 2 ** 32);
       const { autoLength } = this.controls;
       const length = lengthOf(settings, messages, autoLength, this.options.max_model_len);
-      abort = this.begin(settings, bodyOf(messages, { ...settings, ...length }, isPlain));
+      if (revision) settings = revising(settings);
+      abort = this.begin(settings, bodyOf(messages, { ...settings, ...(revision ?? length) }, isPlain));
       await ask(this.body, (event) => {
         if (event.object === "text_diffusion.canvas") return this.draw(event.canvas);
         text = Array.isArray(event.text) ? event.text[0] : event.text;
@@ -89,7 +90,8 @@ export class Pane {
     if (isWhole && !text.trim()) note = emptiness(report);
     const verdict = isWhole && language ? verdictOn(language, text) : null;
     const speed = isWhole ? speedOf(report) : null;
-    return { text, isWhole, isExact: Boolean(language), isBad, note, verdict, speed };
+    const diff = report?.diffusion.diff?.[0] ?? "";
+    return { text, diff, isWhole, isExact: Boolean(language), isBad, note, verdict, speed };
   }
 
   say(note, isBad) {

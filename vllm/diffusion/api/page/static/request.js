@@ -83,6 +83,12 @@ export async function reasonOf(response) {
   }
 }
 
+const NOT_REVISING = ["gen_length", "canvas", "steps", "structured_outputs"];
+
+// The settings that a request keeps if it revises a text, which has a length of its own.
+export const revising = (settings) =>
+  Object.fromEntries(Object.entries(settings).filter(([name]) => !NOT_REVISING.includes(name)));
+
 // A link to this page that contains a whole request after #, which is not sent to the server.
 export function linkOf(address, state) {
   const bytes = new TextEncoder().encode(JSON.stringify(state));
