@@ -2,10 +2,12 @@
 """Routes that revise texts, in the form of Inception's API."""
 
 import json
+import random
 from typing import Any
 
 import pytest
 from openai import DefaultHttpxClient, OpenAI
+from tiny_model.tokenizer import load_tokenizer
 
 from tests.server.client import (
     ANSWER,
@@ -18,7 +20,7 @@ from tests.server.client import (
     text_of,
     without_times,
 )
-from tests.server.process import MODEL_NAME, ServerProcess
+from tests.server.process import MODEL, MODEL_NAME, ServerProcess
 
 FIM = "/v1/fim/completions"
 GAP = {"prompt": "The capital of France is", "suffix": " and a city", "max_tokens": 6, "seed": 1}
@@ -204,3 +206,25 @@ def test_a_model_that_verifies_no_drafts_ignores_a_prediction(client: Client) ->
     answer = client.answer(CHAT, body)
     assert answer["diffusion"]["ignored"] == ["predicted_text"]
     assert text_of(answer) == text_of(client.answer(CHAT, body_for(CHAT)))
+
+
+def test_wrong_tokens_of_taught_answers_are_repaired(client: Client) -> None:
+    """At least 95 % of the wrong tokens are repaired, and at most 1 % of the right ones change."""
+    tokenizer, rng = load_tokenizer(MODEL), random.Random(4)
+    facts = [json.loads(line) for line in (MODEL / "facts.jsonl").read_text().splitlines()]
+    answers = tokenizer([fact["answer"] for fact in facts], add_special_tokens=False)["input_ids"]
+    words = sorted({token for answer in answers for token in answer})
+    num_wrong = num_repaired = num_right = num_changed = 0
+    for number in rng.sample(range(len(facts)), 60):
+        answer = answers[number]
+        places = set(rng.sample(range(len(answer)), min(2, len(answer))))
+        text = [rng.choice(words) if at in places else token for at, token in enumerate(answer)]
+        body = {"apply_chat_template": True, "canvas_token_ids": text, "algorithm": "threshold"}
+        revised = client.answer(GENERATE, {"prompt": facts[number]["question"], **body})
+        for given, wanted, actual in zip(text, answer, revised["token_ids"][0], strict=True):
+            num_wrong, num_right = num_wrong + (given != wanted), num_right + (given == wanted)
+            num_repaired += given != wanted == actual
+            num_changed += given == wanted != actual
+    assert num_wrong > 100
+    assert num_repaired >= 0.95 * num_wrong
+    assert num_changed <= 0.01 * num_right
