@@ -115,8 +115,10 @@ class Model:
 
         self._logits: Callable[[Tensor], Tensor] = logits
         facts = read_facts(folder, None)
-        asked = [Conversation(({"role": "user", "content": q},), answer) for q, answer in facts]
-        prompts = prompts_of(tokenizer, asked)
+        conversations = [
+            Conversation(({"role": "user", "content": q},), answer) for q, answer in facts
+        ]
+        prompts = prompts_of(tokenizer, conversations)
         answers = tokenizer([answer for _, answer in facts], add_special_tokens=False)["input_ids"]
         self.answers = [self._answer(*pair) for pair in zip(prompts, answers, strict=True)]
         self.words = sorted({token for answer in answers for token in answer})

@@ -43,9 +43,9 @@ class Prediction:
             self._read(token)
         self._num_read = answer.size
         if self._at is None or self._num_wrong:
-            found = self._found(answer)
-            if found is not None:
-                self._at, self._num_wrong = found, 0
+            place = self._place_of(answer)
+            if place is not None:
+                self._at, self._num_wrong = place, 0
         if self._at is None:
             return self._ids[:0]
         return self._ids[self._at : self._at + count]
@@ -59,7 +59,7 @@ class Prediction:
         self._last = at
         self._at = at + 1 if self._num_wrong < 2 else None
 
-    def _found(self, answer: Array) -> int | None:
+    def _place_of(self, answer: Array) -> int | None:
         """Return the place after the latest tokens of an answer, or None."""
         for size in MATCHED:
             if answer.size < size or self._ids.size < size:

@@ -21,7 +21,7 @@ class RepairedText(JointThreshold):
     """Scans the blocks of a text in one forward, and works only on blocks that change.
 
     A scan computes all blocks that are not settled. Each block attends to itself and to the blocks
-    before it, so the candidates of the first block with a change are those of its first forward:
+    before it, so the scan is also the first forward of the first block with a change:
     a change is a mask, or a token that `JointThreshold` would replace. The blocks before it are
     settled. The block goes on by the rule until it ends, and the next scan begins after it.
 

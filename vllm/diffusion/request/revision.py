@@ -110,15 +110,15 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
     """
     given, family = request.given, request.model.family
     names = [name for name in _TEXTS if name in given]
-    asked = [name for name, none in _BESIDE_A_TEXT.items() if given.get(name, none) != none]
+    limits = [name for name, none in _BESIDE_A_TEXT.items() if given.get(name, none) != none]
     if family.is_open and names == ["canvas_token_ids"]:
         names = []
-    if family.is_block_causal and (names or asked):
-        _check_repair(request, [*names, *asked])
+    if family.is_block_causal and (names or limits):
+        _check_repair(request, [*names, *limits])
     if not names:
-        if asked:
+        if limits:
             wanted = "wanted it beside canvas_text or canvas_token_ids"
-            raise InvalidParameterError(asked[0], given[asked[0]], wanted)
+            raise InvalidParameterError(limits[0], given[limits[0]], wanted)
         return None
     _check_others(request, names, spec)
     token_ids, borders = _tokens(request)

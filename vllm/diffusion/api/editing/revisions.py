@@ -83,10 +83,10 @@ def user_message(body: Mapping[str, Any]) -> tuple[int, str]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise InvalidParameterError("messages", messages, "wanted a list with one user message")
-    found = [(at, m.get("content")) for at, m in enumerate(messages) if m.get("role") == "user"]
-    if len(found) != 1:
-        raise InvalidParameterError("messages", f"{len(found)} user messages", "wanted one")
-    number, content = found[0]
+    of_user = [(at, m.get("content")) for at, m in enumerate(messages) if m.get("role") == "user"]
+    if len(of_user) != 1:
+        raise InvalidParameterError("messages", f"{len(of_user)} user messages", "wanted one")
+    number, content = of_user[0]
     if not isinstance(content, str):
         field = f"messages[{number}].content"
         raise InvalidParameterError(field, content, "wanted a string with Inception's tags")
