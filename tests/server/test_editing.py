@@ -197,3 +197,10 @@ def test_fields_of_a_revision_need_a_text(client: Client) -> None:
     error = refusal(client.http.post(CHAT, json=body_for(CHAT, noise=0.5)))
     wanted = "noise: given 0.5; wanted it beside canvas_text or canvas_token_ids"
     assert error["message"] == wanted
+
+
+def test_a_model_that_verifies_no_drafts_ignores_a_prediction(client: Client) -> None:
+    body = body_for(CHAT, prediction={"type": "content", "content": ANSWER})
+    answer = client.answer(CHAT, body)
+    assert answer["diffusion"]["ignored"] == ["predicted_text"]
+    assert text_of(answer) == text_of(client.answer(CHAT, body_for(CHAT)))

@@ -202,3 +202,20 @@ def test_a_parameter_that_upstreams_body_lacks_is_passed_on(name: str, value: An
     actual = extra_args(body, "")[name]
     assert (actual if isinstance(value, int) else list(actual)) == value
     assert name not in extra_args(CompletionBody(prompt="hello", **{name: value}), "")
+
+
+@pytest.mark.parametrize(
+    "content", ["ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]]
+)
+def test_a_prediction_becomes_a_predicted_text(content: Any) -> None:
+    request = chat(prediction={"type": "content", "content": content})
+    assert request.vllm_xargs == {"predicted_text": "ab", "dllm_ignored": []}
+    assert chat(prediction={"type": "content", "content": ""}).vllm_xargs == {"dllm_ignored": []}
+
+
+@pytest.mark.parametrize(
+    "prediction", ["ab", {"type": "other", "content": "a"}, {"content": [1]}, {"content": 1}]
+)
+def test_other_predictions_are_refused(prediction: Any) -> None:
+    with pytest.raises((InvalidParameterError, ValidationError), match="prediction: given"):
+        chat(prediction=prediction)

@@ -34,6 +34,8 @@ class DiffusionReport(BaseModel):
         states_drafted, states_accepted: number of drafts, and of accepted drafts.
         drafts_tried, drafts_held, cold_forwards: with `introspective`, drafts that were verified,
             drafts that were accepted, and forward passes without drafts after the first one.
+        prediction_tried, prediction_held: with `predicted_text`, drafts from this text that were
+            verified, and how many were accepted.
         steps_per_forward: denoising steps per forward pass.
         num_end_tokens: canvas positions from the token that ended an answer to the end of the
             canvas. They are not part of the answer; an empty answer counts all positions.
@@ -79,6 +81,8 @@ class DiffusionReport(BaseModel):
     drafts_tried: int | None = None
     drafts_held: int | None = None
     cold_forwards: int | None = None
+    prediction_tried: int | None = None
+    prediction_held: int | None = None
     replaced_by: dict[str, str] | None = None
     canvas_lengths: list[int] | None = None
     infilled: list[dict[int, int]] | None = None
@@ -124,6 +128,8 @@ class DiffusionReport(BaseModel):
             drafts_tried=_sum_of(reports, "drafts_tried"),
             drafts_held=_sum_of(reports, "drafts_held"),
             cold_forwards=_sum_of(reports, "cold_forwards"),
+            prediction_tried=_sum_of(reports, "prediction_tried"),
+            prediction_held=_sum_of(reports, "prediction_held"),
             replaced_by=_replacements(ignored) or None,
             peak_bytes=largest.get("peak_bytes"),
             average_bytes=largest.get("average_bytes"),
@@ -151,7 +157,7 @@ _INCOMPLETE = "\ufffd"  # replacement character that tokenizers write for an inc
 _MAX_CHARACTER_BYTES = 4  # maximum length of a character in UTF-8
 _RARE = (
     *("replaced_by", "canvas_lengths", "infilled", "trajectories", "error"),
-    *("drafts_tried", "drafts_held", "cold_forwards"),
+    *("drafts_tried", "drafts_held", "cold_forwards", "prediction_tried", "prediction_held"),
     *("edits", "num_edited", "num_remasked", "scoring", "diff"),
     *("batch_invariant", "fingerprint", "refreshed_early"),
 )

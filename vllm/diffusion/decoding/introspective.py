@@ -51,7 +51,8 @@ class Introspective(SelfSpeculation):
         assert params.stride is not None
         self._stride = params.stride
         self._drafts: Array = np.empty(0, dtype=np.int64)  # drafts after the latest token
-        self.report = dict.fromkeys(("drafts_tried", "drafts_held", "cold_forwards"), 0)
+        counts = dict.fromkeys(("drafts_tried", "drafts_held", "cold_forwards"), 0)
+        self.report = {**self.report, **counts}
         # At temperature 0 both kinds of acceptance are the same.
         self.adjusts_logits = params.keeps_distributions
         self._num_forwards = 0
@@ -67,10 +68,30 @@ class Introspective(SelfSpeculation):
         start = self._next
         if start >= self._end:
             return None
+        if start > self.prompt_length:
+            predicted = self._predicted(tokens, self._stride - 1)
+            if predicted.size:
+                return self._with_predicted(predicted)
         stop = start + (1 if start == self.prompt_length else self._drafts.size + self._stride)
         first = 0 if start == self.prompt_length else start - 1
         rows, tail_start = (first, stop - 1), start + self._drafts.size
         return ForwardTarget(np.arange(start, stop), rows, is_causal=True, tail_start=tail_start)
+
+    def _with_predicted(self, predicted: Array) -> ForwardTarget:
+        """Return the target of a forward whose drafts are predicted, with masks after them."""
+        start, tail_start = self._next, self._next + predicted.size
+        stop = tail_start + self._stride
+        # They replace the drafts of the previous forward, which may be more.
+        more = max(self._drafts.size - predicted.size, 0)
+        written = np.pad(self.resume(predicted), (0, more), constant_values=self.params.mask_id)
+        return ForwardTarget(
+            np.arange(start, stop),
+            (start - 1, stop - 1),
+            fill=(start, written),
+            fill_end=start + written.size,
+            is_causal=True,
+            tail_start=tail_start,
+        )
 
     def branches(self, target: ForwardTarget) -> list[ForwardTarget]:
         """Return the targets of rows that draft after the first 0, 1, ... drafts of a forward.
@@ -100,8 +121,9 @@ class Introspective(SelfSpeculation):
         count = int(differ[0]) + 1 if differ.size else drafts.size + 1
         self.num_right = count - 1 if differ.size else None
         is_cold = not drafts.size and self._next > self.prompt_length
+        self._count_predicted(drafts.size, count - 1)
         new = {"drafts_tried": drafts.size, "drafts_held": count - 1, "cold_forwards": is_cold}
-        self.report = {name: number + new[name] for name, number in self.report.items()}
+        self.report = {name: number + new.get(name, 0) for name, number in self.report.items()}
         if differ.size:  # the drafts after a wrong one become masks again
             tokens = np.where(np.arange(drafts.size) < count, tokens[: drafts.size], self._mask)
         self._drafts = tokens[:0] if differ.size else tokens[count:].copy()

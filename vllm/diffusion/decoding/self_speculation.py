@@ -15,11 +15,15 @@ import numpy as np
 
 from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Array, Candidates, Commit, DecodingRule, ForwardTarget
+from vllm.diffusion.decoding.prediction import Prediction
 from vllm.diffusion.decoding.seeded_block import ThinkingBudget
 from vllm.diffusion.decoding.until_filled import with_best
 
 if TYPE_CHECKING:
     from vllm.diffusion.request.params import DiffusionParams
+
+# Numbers of a report: drafts from the prediction, and right ones among them.
+PREDICTED = ("prediction_tried", "prediction_held")
 
 
 class SelfSpeculation(DecodingRule):
@@ -49,6 +53,11 @@ class SelfSpeculation(DecodingRule):
         # [B - 1] draft tokens after the seed; None while masks are left.
         self._drafted: Array | None = None
         self._threshold = math.nextafter(params.threshold, -math.inf)
+        self._prediction: Prediction | None = None
+        if params.predicted_token_ids:
+            self._prediction = Prediction(params.predicted_token_ids)
+            self.report = {**self.report, **dict.fromkeys(PREDICTED, 0)}
+        self._is_predicted = False  # whether the drafts of this forward come from the prediction
 
     def prepare(self, tokens: Array) -> ForwardTarget | None:
         if self._drafted is None and not self._is_drafting:
@@ -60,6 +69,12 @@ class SelfSpeculation(DecodingRule):
         if start == self.prompt_length:  # there is no seed yet
             self._drafted = tokens[:0]
             return ForwardTarget(np.array([start]), (0, start), is_causal=True)
+        if self._drafted is None and not self._is_drafting:
+            predicted = self._predicted(tokens, length - 1)
+            # The last token needs no draft.
+            if predicted.size or (self._prediction is not None and start == self._end - 1):
+                self._drafted = predicted
+                return self._verifying(predicted)
         rows = (start - 1, start - 1 + length)
         block = tokens[start : rows[1]]
         masked = (block == self._mask).nonzero()[0]
@@ -68,6 +83,29 @@ class SelfSpeculation(DecodingRule):
             return ForwardTarget(start + masked, rows, tail_start=rows[0])
         self._drafted = block.copy()
         return ForwardTarget(np.arange(start, start + length), rows, is_causal=True)
+
+    def _predicted(self, tokens: Array, count: int) -> Array:
+        """Return the at most `count` tokens [R] that the client expects next."""
+        if self._prediction is None:
+            return tokens[:0]
+        answer = tokens[self.prompt_length : self._next]
+        predicted = self._prediction.after(answer, min(count, self._end - self._next - 1))
+        self._is_predicted = predicted.size > 0
+        self.num_unconfirmed = predicted.size
+        return predicted
+
+    def _verifying(self, drafts: Array) -> ForwardTarget:
+        """Return the target of a causal forward that verifies given drafts [R]."""
+        start, stop = self._next, self._next + drafts.size
+        eligible, rows = np.arange(start, stop + 1), (start - 1, stop)
+        return ForwardTarget(eligible, rows, fill=(start, drafts), fill_end=stop, is_causal=True)
+
+    def _count_predicted(self, num_drafts: int, num_right: int) -> None:
+        """Add drafts from the prediction to the report, if this forward had some."""
+        if self._is_predicted:
+            new = dict(zip(PREDICTED, (num_drafts, num_right), strict=True))
+            self.report = {name: n + new.get(name, 0) for name, n in self.report.items()}
+        self._is_predicted = False
 
     def _pass_known(self, tokens: Array) -> None:
         """Skip the fixed prefix of every answer."""
@@ -93,6 +131,7 @@ class SelfSpeculation(DecodingRule):
         self.forbade_mask = True
         differ = (self._drafted != tokens[: self._drafted.size]).nonzero()[0]
         count = int(differ[0]) + 1 if differ.size else tokens.size
+        self._count_predicted(self._drafted.size, int(differ[0]) if differ.size else count - 1)
         # Draft tokens after the committed ones are masked again.
         written = np.where(np.arange(tokens.size) < count, tokens, self.params.mask_id)
         written = written[: max(count, self._drafted.size)]

@@ -528,6 +528,7 @@ def _draft_branches(branches: str, request: Request) -> str:
     # The distributions of drafts in branches are not kept.
     is_plain = request.values["acceptance"] == "coupled" or request.values["temperature"] == 0
     is_used = "draft_branches" in request.algorithm.parameters
+    is_plain &= not {"predicted_text", "predicted_token_ids"} & request.given.keys()
     return branches if is_plain and is_used else "last"
 
 

@@ -69,6 +69,7 @@ IGNORED = "dllm_ignored"  # key of extra_args for names of fields that our route
 _IGNORED_IF_UNUSED = (
     *("steps", "block_length", "temperature", "remasking"),
     *(*NO_FILTERS, "thinking_token_budget"),
+    *("predicted_text", "predicted_token_ids"),
 )
 # Fields that have no meaning, or no implementation, without a mask token.
 _NOT_OF_OPEN = (*("mask_id", "logits_eos_inf", "confidence_dtype", "complete_blocks"),)

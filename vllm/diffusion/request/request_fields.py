@@ -88,6 +88,27 @@ def _canvas_token_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[in
     return ids
 
 
+def _refused_prediction(given_value: Any, request: Request) -> str | None:
+    given, model = request.given, request.model
+    if "predicted_text" in given and "predicted_token_ids" in given:
+        return "wanted either predicted_text or predicted_token_ids"
+    if isinstance(given_value, tuple) and max(given_value) >= model.vocab_size:
+        return f"wanted token ids from 0 to {model.vocab_size - 1}"
+    if given.get("draft_branches") == "all":
+        return "wanted none with draft_branches: all"
+    if given.get("return_trajectory"):
+        return "wanted none with return_trajectory"
+    return None if model.encode is not None else "wanted a server with a tokenizer"
+
+
+def _predicted_token_ids(ids: tuple[int, ...] | None, request: Request) -> tuple[int, ...]:
+    """Return the tokens that an answer is expected to have, without mask tokens."""
+    text, model = request.given.get("predicted_text"), request.model
+    if text is not None and model.encode is not None:
+        ids = tuple(model.encode(text))
+    return tuple(token for token in ids or () if token != model.ids.mask)
+
+
 def _block_grid(grid: str | None, request: Request) -> str:
     grids = request.model.family.block_grids
     return grid if grid in grids else grids[0]
@@ -109,6 +130,7 @@ class RequestFields:
     `DiffusionParams`: `edits` or `algorithm`.
 
     Attributes:
+        predicted_token_ids: empty without a prediction.
         canvas_token_ids: None unless the family has no mask token.
         growth: positions by which a full canvas grows, in whole blocks; 0 if it cannot grow.
         steps: number of steps, None if it is unlimited.
@@ -220,6 +242,21 @@ class RequestFields:
     )
     return_diff: bool = param(
         "return the unified diff between the text and the answer in the report", default=False
+    )
+    predicted_text: ClassVar[str] = param(
+        "self_speculation, introspective: text that the answer is expected to have; its tokens are "
+        "the drafts where the answer follows it. It changes the speed, and no token of the answer",
+        default_text="none",
+        read=read_text,
+        uses=lambda a: a.drafts,
+        refuse=_refused_prediction,
+    )
+    predicted_token_ids: tuple[int, ...] = param(
+        "the same as token ids",
+        default_text="none",
+        uses=lambda a: a.drafts,
+        refuse=_refused_prediction,
+        resolve=_predicted_token_ids,
     )
     growth: int = param(
         "tokens by which a full canvas grows, in whole blocks",

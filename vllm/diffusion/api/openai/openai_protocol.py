@@ -71,7 +71,27 @@ def _read_chat(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
         name = choice["function"].get("name")
         check_chosen_tool(name, body.get("tools"), "tool_choice.function.name")
-    return {**_read_mercury(body), "messages": read_chat(body.get("messages"))}
+    read = _read_prediction(_read_mercury(body))
+    return {**read, "messages": read_chat(body.get("messages"))}
+
+
+def _read_prediction(body: dict[str, Any]) -> dict[str, Any]:
+    """Replace OpenAI's `prediction` by the field that has its effect here."""
+    prediction = body.get("prediction")
+    if prediction is None:
+        return body
+    content = prediction.get("content") if isinstance(prediction, dict) else None
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [text for text in parts if isinstance(text, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
+    if not isinstance(content, str) or prediction.get("type", "content") != "content":
+        wanted = 'wanted {"type": "content", "content": a text or a list of texts}'
+        raise InvalidParameterError("prediction", prediction, wanted)
+    if body.get("predicted_text") is not None:
+        raise InvalidParameterError("prediction", prediction, "wanted either it or predicted_text")
+    body = {name: value for name, value in body.items() if name != "prediction"}
+    return {**body, "predicted_text": content} if content else body
 
 
 def _read_mercury(body: dict[str, Any]) -> dict[str, Any]:
