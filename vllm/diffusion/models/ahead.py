@@ -93,7 +93,7 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
             yield functools.partial(layer.mlp_stage.feed_forward, x, FreshBuffers(device))
     if model.adapting is not None:
         yield from _adapter_calls(model)
-    if ops.is_invariant(model):
+    if model.is_batch_invariant:
         yield from _invariant_calls(model)
 
 

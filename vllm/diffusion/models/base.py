@@ -82,7 +82,8 @@ class DiffusionModel(Updatable):
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        if settings_of(vllm_config).batch_invariant:
+        self.is_batch_invariant = settings_of(vllm_config).batch_invariant
+        if self.is_batch_invariant:
             ops.make_invariant(self)
         self._growth = architecture.growth_within(vllm_config.model_config.max_model_len)
         self.register_buffer("rotary_frequencies", self.frequencies(config), persistent=False)
@@ -177,7 +178,7 @@ class DiffusionModel(Updatable):
         drawn from stored logits, so that they do not depend on the number of rows.
         """
         is_whole = self.num_columns == self.vocab_size and self.architecture.logits_scale == 1.0
-        if not is_whole or ops.is_invariant(self):
+        if not is_whole or self.is_batch_invariant:
             return None
         return self.head.matrix(slice(0, self.num_columns))
 

@@ -432,7 +432,7 @@ class Canvas:
             num_steps=self.num_steps,
             num_forwards=self.num_forwards,
             num_drafts=self.num_drafts,
-            report=self.rule.report | self.facts,
+            report={**self.rule.report, **self.facts},
             num_committed=num_committed,
             next_rows=self.count_next_rows() if self.has_next else 0,
             new_lengths=self.new_lengths,
