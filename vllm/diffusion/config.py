@@ -183,8 +183,8 @@ def _check_invariant(vllm_config: VllmConfig) -> None:
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
     dtype, capability = str(model.dtype).removeprefix("torch."), (9, 0)
     if is_on_gpu:
-        found = envs.kernels() or platforms.current_platform.get_device_capability()
-        capability = tuple(found or (0, 0))
+        version = envs.kernels() or platforms.current_platform.get_device_capability()
+        capability = tuple(version or (0, 0))
     has_experts = bool(model.hf_config.architecture.expert_layers)
     fp8 = server_settings(vllm_config.additional_config).get("attention_dtype")
     refused = (

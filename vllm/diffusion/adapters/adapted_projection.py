@@ -155,7 +155,7 @@ class AdaptedProjection(ops.Projection):
     def _shrinking(
         self, x: Any, num_rows: int, scratch: Buffers, features: slice = ALL
     ) -> Iterator[Tensor | None]:
-        """Multiply the current rows by the first matrices, beside the checkpoint's product.
+        """Multiply the current rows by the first matrices, next to the checkpoint's product.
 
         The block enqueues the checkpoint's product. A graph computes both at the same time.
         Otherwise this product follows, because the host would need longer to divide the work.

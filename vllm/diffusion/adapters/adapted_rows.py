@@ -137,7 +137,7 @@ class AdaptedRows:
 
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
-        """A stream for work beside the products of the model; None outside of a capture."""
+        """A stream for work next to the products of the model; None outside of a capture."""
         return None if self._captured is None else self._side
 
     @contextmanager

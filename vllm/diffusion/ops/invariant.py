@@ -216,11 +216,11 @@ def cublas_order(
     is_same = {}
     for adds in (False, True):
         wanted = ordered_gemm(x, weight, target.clone(), adds=adds)
-        found = [target[:rows].clone() for rows in all_rows]
-        for out in found:
+        products = [target[:rows].clone() for rows in all_rows]
+        for out in products:
             multiply_by_cublas(x[: len(out)], weight, out, adds=adds)
-        is_same[adds] = all(torch.equal(out, wanted[: len(out)]) for out in found)
-        del wanted, found
+        is_same[adds] = all(torch.equal(out, wanted[: len(out)]) for out in products)
+        del wanted, products
     del weight, x, target
     torch.cuda.empty_cache()  # the engine's pool takes all memory that is left
     return CublasOrder(min_rows, is_same[True]) if is_same[False] else CublasOrder()
