@@ -106,7 +106,7 @@ class Canvas:
         # `commit` returns early.
         self._settled_threshold = 0
         self._unreported: list[int] = []  # tokens that became final since the latest report
-        self.facts: dict[str, Any] = {}  # facts of the engine for the answer's report
+        self.facts: dict[str, Any] = {}  # fields that the engine adds to the report
         self._num_committed: int | None = None  # see `count_committed`
         # Target of a forward that has begun and is not committed.
         self._target: ForwardTarget | None = None
