@@ -32,6 +32,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -98,11 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse_arguments(arguments)
     Accepting.share = options.share
-    CAUSAL_RULES["introspective"] = Accepting
     attributes = "rank clients rows tokens_per_forward step_ms tokens_per_s one_by_one ratio"
     ranks = [0, options.draft_rank] if options.draft_rank else [0]
     table = Table(COLUMNS, attributes, len(ranks) * len(options.clients))
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(CAUSAL_RULES, introspective=Accepting))
         engines = {rank: stack.enter_context(engine_of(options, rank)) for rank in ranks}
         for clients in options.clients:
             for row in measured(options, engines, clients):

@@ -20,6 +20,7 @@ import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -93,14 +94,16 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Measure the tokens per second of all clients together, by algorithm and round."""
     shape = Shape.of(harness.configuration_of(options))
     Confirming.accepted = options.accepted
-    CAUSAL_RULES["self_speculation"] = Confirming
     prompts = in_process.random_prompts(options.clients, options.context, shape.vocab_size)
     parameters = {"gen_length": options.gen_length, "block_length": options.block_length}
     rates: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
     length = options.context + options.gen_length + options.block_length
-    with in_process.engine_of(
-        options, max_model_len=length, max_num_seqs=max(options.clients, 2)
-    ) as (llm, runner):
+    with (
+        patch.dict(CAUSAL_RULES, self_speculation=Confirming),
+        in_process.engine_of(
+            options, max_model_len=length, max_num_seqs=max(options.clients, 2)
+        ) as (llm, runner),
+    ):
         for number in tqdm(range(1 + options.rounds), leave=False, disable=None):
             for name in ALGORITHMS:
                 rate = rate_of(llm, runner, prompts, {**parameters, "algorithm": name})

@@ -118,7 +118,9 @@ async def stream_outputs(
                 report = reports_by_choice(output).get(0, {})
                 length = (length if is_delta else 0) + len(completion.token_ids)
                 add_stop_string(report, completion, length)
-                describe_edits(report, sampling.extra_args[DECISION], engine.renderer.tokenizer)
+                if "edits" in report:
+                    decided, tokenizer = sampling.extra_args[DECISION], engine.renderer.tokenizer
+                    describe_edits(report, decided, tokenizer)
                 late = timeout_in(report)
                 if is_whole and late is not None:
                     raise RequestTimedOut(late)

@@ -178,7 +178,7 @@ def _each(reports: Iterable[Mapping[str, Any]], name: str) -> list[Any] | None:
 def describe_edits(report: dict[str, Any], decided: DiffusionParams, tokenizer: Any) -> None:
     """Add the texts of the edits to the report of a revised text, and the diff if requested."""
     revision = decided.revision
-    if revision is None or "edits" not in report or tokenizer is None:
+    if revision is None or tokenizer is None:
         return
     edits = report["edits"]
     for edit in edits:
