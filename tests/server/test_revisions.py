@@ -134,6 +134,7 @@ def test_certain_merges_need_no_forward_pass(client: Client, stream: bool) -> No
     answer = client.answer(APPLY, body)
     assert (answer["object"], text_of(answer)) == ("apply.completion", wanted)
     assert answer["diffusion"] == {"num_forwards": 0}
+    assert answer["model"] == MODEL_NAME
 
 
 def test_the_model_merges_where_context_is_missing(client: Client) -> None:

@@ -159,7 +159,8 @@ class RevisionHandler:
             raise RequestRefused(error) from None
         text = merged(original, snippet)
         if text is not None:
-            return _completion(_without_model(body.get("model")), APPLY, text)
+            name = body.get("model") or self._chat.models.model_name()
+            return _completion(_without_model(name), APPLY, text)
         _, content = user_message(body)
         length = len(self._tokenizer.encode(f"{original}\n{snippet}", add_special_tokens=False))
         limit = min(max(2 * length, 1), body.get("max_tokens") or MAX_TOKENS)
@@ -227,7 +228,7 @@ def _bare(text: str | None) -> str:
     return code.strip("\n") if code != text else code
 
 
-def _without_model(model: str | None) -> dict[str, Any]:
+def _without_model(model: str) -> dict[str, Any]:
     """Return an answer that no model has written, in the form of chat completions."""
     choice = {"index": 0, "message": {"role": "assistant"}, "finish_reason": "stop"}
     return {
