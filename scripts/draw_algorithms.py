@@ -96,7 +96,7 @@ def steps_of(algorithm: Algorithm) -> list[list[tuple[str, float]]]:
         # A few positions get another candidate token once all tokens around them are known.
         proposed = np.where((positions % 7 == 3) & (known > 0.8), 2, 1)
         scores = 3 * (known - 1) if _is_entropy(algorithm) else known
-        if algorithm.edits_length:  # The rule reads more than the likeliest token.
+        if rule.adjusts_logits:  # The rule reads more than the likeliest token.
             rule.adjust_logits(_logits(proposed, known), torch.from_numpy(positions - PROMPT))
         draws = np.random.default_rng(len(rows)).random(len(positions))
         commit = rule.decide(Candidates(positions, proposed, scores, proposed, draws))
