@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 class RepairedText(JointThreshold):
     """Scans the blocks of a text in one forward, and works only on blocks that change.
 
-    A scan computes all blocks that are not settled. Each block attends to itself and to the blocks
-    before it, so the scan is also the first forward of the first block with a change:
-    a change is a mask, or a token that `JointThreshold` would replace. The blocks before it are
-    settled. The block goes on by the rule until it ends, and the next scan begins after it.
+    A scan computes all blocks that are not settled. A block changes if it has a mask, or a token
+    that `JointThreshold` would replace. The blocks before the first block that changes are settled.
+    Each block attends to itself and to the blocks before it, so the scan is also the first forward
+    of this block. `JointThreshold` then decodes the block until it ends, and the next scan begins
+    after it.
 
     Pinned tokens, and the end tokens after the longest answer, are never replaced. Masks of the
     text are always filled.
@@ -34,10 +35,8 @@ class RepairedText(JointThreshold):
         if params.revision is None:
             raise ValueError("revision: wanted a text, got None")
         self._end = prompt_length + params.max_tokens
-        self._is_fixed = np.zeros(self._end, dtype=np.bool_)
-        self._is_fixed[:prompt_length] = True
-        for start, stop in params.revision.pinned:
-            self._is_fixed[prompt_length + start : prompt_length + stop] = True
+        of_prompt = np.ones(prompt_length, dtype=np.bool_)
+        self._is_fixed = np.append(of_prompt, params.revision.is_pinned(params.max_tokens))
         masks = np.array(params.revision.token_ids) == params.mask_id
         self._is_fixed[prompt_length : prompt_length + masks.size] &= ~masks
         self._is_scanning = False

@@ -41,7 +41,7 @@ from vllm.diffusion.request.likelihood import (
 from vllm.diffusion.request.params import SEED_BITS, DiffusionParams
 from vllm.diffusion.request.request import Request
 from vllm.diffusion.request.request_fields import FIXED_WITH, NO_FILTERS
-from vllm.diffusion.request.revision import mended, revision_of
+from vllm.diffusion.request.revision import repaired, revision_of
 from vllm.diffusion.request.upstream_fields import UPSTREAM_FIELDS, refuse_unsupported
 from vllm.diffusion.request.values import in_words
 
@@ -388,7 +388,7 @@ def _guided(
             check_room(guide, spec, len(list(tokens)), "prompt")
     without = {**NO_FILTERS, "thinking_token_budget": None}
     others = tuple(n for n, value in without.items() if getattr(params, n) != value)
-    revision = params.revision and mended(params.revision, spec, guide, params)
+    revision = params.revision and repaired(params.revision, spec, guide, params)
     ignored = (*params.ignored, *others)
     return dataclasses.replace(params, guide=guide, revision=revision, **without, ignored=ignored)
 

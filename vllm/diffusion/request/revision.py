@@ -21,6 +21,7 @@ from vllm.diffusion.request.values import in_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.diffusion.guided.automaton import Array
     from vllm.diffusion.guided.guides import Guide, Spec
     from vllm.diffusion.request.families import Family
     from vllm.diffusion.request.params import DiffusionParams
@@ -76,6 +77,13 @@ class Revision:
     def changes_tokens(self) -> bool:
         """Whether tokens may be masked again at all."""
         return self.noise != 0 and self.threshold != 0 and self.max_edits != 0
+
+    def is_pinned(self, length: int) -> Array:
+        """Return whether each of `length` positions never changes, [length] bool."""
+        result = np.zeros(length, dtype=np.bool_)
+        for start, stop in self.pinned:
+            result[start:stop] = True
+        return result
 
     def num_before_end(self, end_ids: frozenset[int]) -> int:
         """Return the number of tokens before the first one that would end an answer."""
@@ -215,7 +223,7 @@ def _pinned(request: Request, borders: Sequence[Span]) -> tuple[Span, ...]:
     return tuple((start, stop) for start, stop in merged)
 
 
-def mended(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams) -> Revision:
+def repaired(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams) -> Revision:
     """Return a revision that masks the fewest tokens so that the answer can match its format.
 
     Raises:
@@ -225,10 +233,8 @@ def mended(revision: Revision, spec: Spec, guide: Guide, params: DiffusionParams
     if len(tokens) * language.num_states > MAX_CELLS:
         wanted = f"wanted at most {MAX_CELLS // language.num_states} beside this {spec.field}"
         raise InvalidParameterError("canvas_text", f"{len(tokens)} tokens", wanted)
-    is_mask, can_change = tokens == params.mask_id, np.ones(len(tokens), dtype=np.bool_)
-    for start, stop in revision.pinned:
-        can_change[start:stop] = False
-    kinds = np.where(is_mask, FREE, language.class_of_token[tokens])
+    can_change = ~revision.is_pinned(len(tokens))
+    kinds = np.where(tokens == params.mask_id, FREE, language.class_of_token[tokens])
     try:
         broken = fewest_changes(language, kinds, can_change, params.longest_answer - len(tokens))
     except NoStringError as error:

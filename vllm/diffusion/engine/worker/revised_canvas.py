@@ -84,9 +84,7 @@ class RevisedCanvas(TextCanvas):
     ) -> None:
         super().__init__(new, cache, visibility)
         self._original = self._text.copy()
-        self._is_pinned = np.zeros(self._text.size, dtype=np.bool_)
-        for start, stop in self._revision.pinned:
-            self._is_pinned[start:stop] = True
+        self._is_pinned = self._revision.is_pinned(self._text.size)
         self._rounds_left = self._revision.rounds
         self._known_texts = set[bytes]()
         self._text[list(self._revision.broken)] = self.params.mask_id
