@@ -3,7 +3,8 @@
 """Time of a denoising step with and without batch invariance, in turns.
 
     benchmarks/batch_invariance.py [--family llada] [--requests 1 1 64] [--rows 32 256 32]
-        [--turns 2] [--num-layers N] [--output-dir results/batch_invariance]
+        [--quantization fp8] [--turns 2] [--num-layers N]
+        [--output-dir results/batch_invariance]
 
 The model has a released shape and random weights. A case is a number of concurrent requests, each
 with a number of rows. Alone, a request computes its prompt and its canvas in every step (`cache:
@@ -21,16 +22,21 @@ Written: batch_invariance.json.
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
+
+import torch
 
 from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
@@ -38,7 +44,7 @@ from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 COLUMNS = {"family": "<12", "requests": ">8", "rows": ">6", "usual ms": ">9.3f"}
 COLUMNS |= {"invariant": ">10.3f", "ratio": ">6.3f", "spread": ">7.3f"}
@@ -104,6 +110,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.shape("llada")
     parser.option("--requests", (1, 1, 64), "concurrent requests of each case", type=positive)
     parser.option("--rows", (32, 256, 32), "rows of each request, by case", type=positive)
+    parser.option("--quantization", None, "fp8", type=str)
     parser.option("--turns", 2, "engines of each kind", type=positive)
     options = parser.parse_args(arguments)
     if len(options.requests) != len(options.rows):
@@ -117,16 +124,28 @@ def turn(
     """Return rows and milliseconds of a step of every case, in an engine of its own."""
     shape = Shape.of(harness.configuration_of(options))
     settings: dict[str, Any] = {"num_speculative_states": 0, "longest_pause_ms": 0}
-    if is_invariant:
-        settings["batch_invariant"] = True
+    settings["batch_invariant"] = is_invariant
     length = max(sum(case.sizes(shape)) for case in cases)
-    with in_process.engine_of(
-        options,
-        max_model_len=length + 64,
-        max_num_seqs=max(case.num_requests for case in cases),
-        additional_config={"dllm": settings},
-    ) as (llm, runner):
+    with (
+        cublas_of_its_own(),
+        in_process.engine_of(
+            options,
+            quantization=options.quantization,
+            max_model_len=length + 64,
+            max_num_seqs=max(case.num_requests for case in cases),
+            additional_config={"dllm": settings},
+        ) as (llm, runner),
+    ):
         return {case: step_ms(llm, runner, shape, case) for case in cases}
+
+
+@contextmanager
+def cublas_of_its_own() -> Iterator[None]:
+    """Give cuBLAS its workspace back, which batch-invariant engines take away, at the end."""
+    with patch.dict(os.environ):
+        yield
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float]:
