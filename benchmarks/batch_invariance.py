@@ -28,6 +28,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -41,10 +42,13 @@ import torch
 from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.shapes import Shape
+from benchmarks.step_latency import kernel_lines
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
+
+    from benchmarks.in_process import Step
 
 COLUMNS = {"family": "<12", "requests": ">8", "rows": ">6", "usual ms": ">9.3f"}
 COLUMNS |= {"invariant": ">10.3f", "ratio": ">6.3f", "spread": ">7.3f"}
@@ -112,6 +116,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--rows", (32, 256, 32), "rows of each request, by case", type=positive)
     parser.option("--quantization", None, "fp8", type=str)
     parser.option("--turns", 2, "engines of each kind", type=positive)
+    parser.option("--profile", False, "print the longest kernels of every case, too")
     options = parser.parse_args(arguments)
     if len(options.requests) != len(options.rows):
         parser.error("--requests and --rows: wanted a number of each for every case")
@@ -136,7 +141,14 @@ def turn(
             additional_config={"dllm": settings},
         ) as (llm, runner),
     ):
-        return {case: step_ms(llm, runner, shape, case) for case in cases}
+        times = {}
+        for case in cases:
+            times[case] = step_ms(llm, runner, shape, case)
+            if options.profile:
+                print("invariant" if is_invariant else "usual", case)
+                run = partial(steps_of, llm, runner, shape, case)
+                print(*kernel_lines(in_process.kernel_times(run)), sep="\n")
+        return times
 
 
 @contextmanager
@@ -150,15 +162,8 @@ def cublas_of_its_own() -> Iterator[None]:
 
 def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float]:
     """Return the most common rows of a step, and its median time, after a warm-up."""
-    context, canvas = case.sizes(shape)
-    prompts = in_process.random_prompts(case.num_requests, context, shape.vocab_size)
-    if case.num_requests > 1 or shape.block_length:
-        parameters = windows.kept_parameters(shape, canvas, canvas)
-    else:
-        parameters = {"algorithm": "semi_ar", "steps": canvas}
-        parameters |= {"gen_length": canvas, "block_length": canvas}
     for _ in range(2):
-        steps = in_process.timed_steps(llm, runner, prompts, parameters)
+        steps = steps_of(llm, runner, shape, case)
     # The first steps also compute prompts, and requests may take turns.
     num_rows, count = Counter(step.num_rows for step in steps).most_common(1)[0]
     if count < MIN_STEPS:
@@ -166,6 +171,18 @@ def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float
         raise harness.BenchmarkError(f"wanted {MIN_STEPS} equal steps, got steps of {sizes} rows")
     times = [step.device_ms or step.step_ms for step in steps if step.num_rows == num_rows]
     return num_rows, statistics.median(times)
+
+
+def steps_of(llm: Any, runner: Any, shape: Shape, case: Case) -> list[Step]:
+    """Answer the requests of a case once, and return the steps."""
+    context, canvas = case.sizes(shape)
+    prompts = in_process.random_prompts(case.num_requests, context, shape.vocab_size)
+    if case.num_requests > 1 or shape.block_length:
+        parameters = windows.kept_parameters(shape, canvas, canvas)
+    else:
+        parameters = {"algorithm": "semi_ar", "steps": canvas}
+        parameters |= {"gen_length": canvas, "block_length": canvas}
+    return in_process.timed_steps(llm, runner, prompts, parameters)
 
 
 if __name__ == "__main__":

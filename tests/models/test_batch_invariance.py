@@ -165,10 +165,10 @@ def test_products_have_the_same_bits(
 
     def results(rows: slice) -> list[Tensor]:
         given, added = x[rows], target[rows].clone()
-        out, last = torch.empty_like(added), added.new_empty(len(given), 64)
+        out, last = torch.empty_like(added), added.new_empty(len(given), 1024)
         projection.project(given, out, scratch)
-        projection.project(given, last, scratch, slice(-64, None))
-        assert is_same(last, out[:, -64:])
+        projection.project(given, last, scratch, slice(-1024, None))
+        assert is_same(last, out[:, -1024:])
         if use == "add_to":
             projection.add_to(added, given, scratch)
         elif use == "gated":

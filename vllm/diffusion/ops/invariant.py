@@ -54,7 +54,7 @@ _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": 
 _CHECKED_ROWS = (1, 15, 16, 17, 33, 63, 64, 65, 128, 129, 193, 257, 385, 513, 769, 1025, 2000)
 _MOST_CHECKED_ROWS = 4096
 _MAX_CHECKED = 1 << 27  # numbers of a product that is checked
-_MIN_PART = 64  # parts of the columns begin at a multiple of it
+_PART = 1024  # columns of a part that is checked, such as the keys and values of few heads
 
 
 def make_invariant(model: torch.nn.Module) -> None:
@@ -277,7 +277,7 @@ def _differing_rows(projection: Projection, weight: Tensor, dtype: torch.dtype) 
             projection.add_to(made[1], x[rows], scratch)
         return made
 
-    whole, last = products(ALL, ALL), slice(columns // 3 // _MIN_PART * _MIN_PART, None)
+    whole, last = products(ALL, ALL), slice(max(columns - _PART, 0), None)
     for count in (*(rows for rows in _CHECKED_ROWS if rows < most), most):
         ends = slice(0, count), slice(most - count, most)
         for rows, part in ((ends[0], ALL), (ends[1], ALL), (ends[0], last)):
