@@ -22,7 +22,6 @@ Written: batch_invariance.json.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections import Counter
@@ -31,18 +30,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import torch
-
 from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.shapes import Shape
 from benchmarks.step_latency import kernel_lines
+from vllm.diffusion import ops
 
 if TYPE_CHECKING:
     import argparse
@@ -154,10 +151,8 @@ def turn(
 @contextmanager
 def cublas_of_its_own() -> Iterator[None]:
     """Give cuBLAS its workspace back, which batch-invariant engines take away, at the end."""
-    with patch.dict(os.environ):
-        yield
-    if torch.cuda.is_initialized():
-        torch._C._cuda_clearCublasWorkspaces()
+    yield
+    ops.allow_workspace(True)
 
 
 def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float]:

@@ -346,10 +346,8 @@ def with_upstreams_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cublas_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def cublas_workspace() -> None:
     """Give cuBLAS its usual workspace, which batch-invariant engines take away."""
-    import torch
+    from vllm.diffusion import ops
 
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    torch._C._cuda_clearCublasWorkspaces()
+    ops.allow_workspace(True)

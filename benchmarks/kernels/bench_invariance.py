@@ -54,7 +54,7 @@ LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
 SWEPT = ((4096, 4096), (4096, 12288), (3584, 3584), (3584, 18944), (4608, 3584), (4096, 14336))
 SWEPT += ((2048, 2048), (12288, 4096), (6144, 4096), (24576, 4096), (37888, 3584), (126464, 4096))
 KEPT = 16  # rows that are compared, at both ends
-MOST_ROWS = 8192
+MAX_ROWS = 8192
 SCRATCH = FreshBuffers(torch.device("cuda", 0))
 
 
@@ -101,18 +101,18 @@ def sweep(step: int) -> Iterator[list[object]]:
     """Yield the rows of the table of bits."""
     for columns, depth in SWEPT:
         projection = ops.InvariantProjection(layer_of(random(columns, depth) * 0.02))
-        x, target = random(MOST_ROWS, depth), random(MOST_ROWS, columns)
+        x, target = random(MAX_ROWS, depth), random(MAX_ROWS, columns)
         for adds in (False, True) if columns <= depth else (False,):
             use = use_of("out" if adds else "qkv", projection)
             differing = rows_that_differ(use, x, target, step)
             bounds = (differing[0], differing[-1]) if differing else (None, None)
-            count = len(range(1, MOST_ROWS + 1, step))
+            count = len(range(1, MAX_ROWS + 1, step))
             yield [f"{columns} x {depth}", count, adds, len(differing), *bounds]
 
 
 def rows_that_differ(use: Use, x: Tensor, target: Tensor, step: int) -> list[int]:
     """Return every number of rows, of each `step`-th one, whose product has other bits."""
-    counts = range(1, MOST_ROWS + 1, step)
+    counts = range(1, MAX_ROWS + 1, step)
     wanted, out = target.clone(), target.clone()
     use(x, wanted)
     is_other = torch.zeros(len(counts), dtype=torch.bool, device="cuda")
@@ -121,8 +121,8 @@ def rows_that_differ(use: Use, x: Tensor, target: Tensor, step: int) -> list[int
         for some in ends:
             out[some].copy_(target[some])
         use(x[:rows], out[:rows])
-        found = [(out[some] != wanted[some]).any() for some in ends]
-        is_other[number] = found[0] | found[1]
+        differ = [(out[some] != wanted[some]).any() for some in ends]
+        is_other[number] = differ[0] | differ[1]
     pairs = zip(counts, is_other.tolist(), strict=True)
     return [rows for rows, other in pairs if other]
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--sweep", 0, "compare bits with every N-th number of rows")
     options = parser.parse()
-    ops.forbid_workspace()
+    ops.allow_workspace(False)
     if options.sweep:
         report(options.json, "products by number of rows", SWEEP_COLUMNS, sweep(options.sweep))
     else:

@@ -131,7 +131,7 @@ def cases(seed: int, count: int, most_rows: int = MOST_ROWS) -> Iterator[tuple[i
 @pytest.fixture(autouse=True)
 def _no_workspace() -> None:
     """Set cuBLAS up as a batch-invariant engine does."""
-    ops.forbid_workspace()
+    ops.allow_workspace(False)
 
 
 @pytest.fixture(scope="module")

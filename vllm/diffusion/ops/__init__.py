@@ -30,7 +30,7 @@ from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
 from vllm.diffusion.ops.invariant import (
     InvariantFp8Projection,
     InvariantProjection,
-    forbid_workspace,
+    allow_workspace,
     is_invariant,
     make_invariant,
 )
@@ -128,6 +128,7 @@ __all__ = [
     "Workspace",
     "add_experts",
     "align_ranks",
+    "allow_workspace",
     "apply_rotary",
     "attention",
     "candidates",
@@ -136,7 +137,6 @@ __all__ = [
     "empty_packed",
     "expand",
     "expert_terms",
-    "forbid_workspace",
     "gated_expand",
     "gather_columns",
     "has_attention",

@@ -52,21 +52,28 @@ _MARK = "_is_batch_invariant"
 _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 # Rows with which a product is checked: both sides of the sizes of tiles.
 _CHECKED_ROWS = (1, 15, 16, 17, 33, 63, 64, 65, 128, 129, 193, 257, 385, 513, 769, 1025, 2000)
-_MOST_CHECKED_ROWS = 4096
-_MAX_CHECKED = 1 << 27  # numbers of a product that is checked
+_MAX_CHECKED_ROWS = 4096
+_MAX_NUMBERS = 1 << 27  # numbers of a product that is checked
 _PART = 1024  # columns of a part that is checked, such as the keys and values of few heads
 
 
 def make_invariant(model: torch.nn.Module) -> None:
     """Mark all modules of a model, before it is loaded, as parts of a batch-invariant engine."""
-    forbid_workspace()
+    allow_workspace(False)
     for module in model.modules():
         vars(module)[_MARK] = True
 
 
-def forbid_workspace() -> None:
-    """Give cuBLAS no workspace in this process from now on, so that it cannot split sums."""
-    os.environ.update(_NO_WORKSPACE)
+def allow_workspace(is_allowed: bool) -> None:
+    """Allow cuBLAS a workspace in this process from now on, or forbid it so that no sum is split.
+
+    If it is allowed, it has PyTorch's default size.
+    """
+    for name, value in _NO_WORKSPACE.items():
+        if is_allowed:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -261,7 +268,7 @@ def _differing_rows(projection: Projection, weight: Tensor, dtype: torch.dtype) 
     """Return a number of rows whose product is not part of a larger one; None if there is none."""
     columns, depth = weight.shape
     generator = torch.Generator(weight.device).manual_seed(20261129)
-    most = min(_MOST_CHECKED_ROWS, _MAX_CHECKED // columns)
+    most = min(_MAX_CHECKED_ROWS, _MAX_NUMBERS // columns)
 
     def random(width: int) -> Tensor:
         drawn = torch.randn(most, width, generator=generator, device=weight.device)
@@ -281,8 +288,8 @@ def _differing_rows(projection: Projection, weight: Tensor, dtype: torch.dtype) 
     for count in (*(rows for rows in _CHECKED_ROWS if rows < most), most):
         ends = slice(0, count), slice(most - count, most)
         for rows, part in ((ends[0], ALL), (ends[1], ALL), (ends[0], last)):
-            found = zip(products(rows, part), whole, strict=False)
-            if not all(torch.equal(some, wanted[rows, part]) for some, wanted in found):
+            pairs = zip(products(rows, part), whole, strict=False)
+            if not all(torch.equal(some, wanted[rows, part]) for some, wanted in pairs):
                 return count
     return None
 
