@@ -238,8 +238,10 @@ def introspective(
         while num_right < len(drafts) and drafts[num_right] == verified[num_right]:
             num_right += 1
         if num_right < len(drafts):
-            branch = [seed, *drafts[:num_right], *masks] if has_branches else [seed]
-            following = text.following(branch, is_pass=False)[num_right + 2 :]
+            following = []
+            if has_branches:
+                branch = [seed, *drafts[:num_right], *masks]
+                following = text.following(branch, is_pass=False)[num_right + 2 :]
         text.answer += [seed, *verified[: num_right + 1]]
         drafts = following
     return text.result(gen_length)
