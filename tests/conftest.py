@@ -343,3 +343,13 @@ def with_upstreams_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     accepts = staticmethod(lambda config: None)
     monkeypatch.setattr(DiffusionCpuPlatform, "check_and_update_config", accepts)
+
+
+@pytest.fixture
+def cublas_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give cuBLAS its usual workspace, which batch-invariant engines take away."""
+    import torch
+
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    torch._C._cuda_clearCublasWorkspaces()

@@ -27,7 +27,13 @@ from vllm.diffusion.ops.experts import (
     route_rows,
 )
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
-from vllm.diffusion.ops.invariant import InvariantProjection, is_invariant, make_invariant
+from vllm.diffusion.ops.invariant import (
+    InvariantFp8Projection,
+    InvariantProjection,
+    forbid_workspace,
+    is_invariant,
+    make_invariant,
+)
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
     kind_of,
@@ -96,6 +102,7 @@ __all__ = [
     "Fp8Projection",
     "GraphInputs",
     "HostCopy",
+    "InvariantFp8Projection",
     "InvariantProjection",
     "Kept",
     "LowRank",
@@ -129,6 +136,7 @@ __all__ = [
     "empty_packed",
     "expand",
     "expert_terms",
+    "forbid_workspace",
     "gated_expand",
     "gather_columns",
     "has_attention",
