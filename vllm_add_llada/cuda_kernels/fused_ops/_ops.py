@@ -29,6 +29,11 @@ def is_built() -> bool:
     return native is not None
 
 
+def build_stamp() -> int | None:
+    """Return the stamp of the sources that the compiled module was built from, if it has one."""
+    return getattr(native, "BUILD_STAMP", None)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Apply RMSNorm (Zhang, Sennrich, arXiv:1910.07467) to each row.
 
