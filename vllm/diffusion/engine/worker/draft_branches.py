@@ -134,13 +134,13 @@ class DraftBranches(StepGuest):
         if self._runner.caches.host_layers:  # copies stay in the buffers of the device
             return ()
         num_rows = sum(canvas.count_next_rows() for canvas in canvases)
-        asked = [c for c in canvases if drafts_in_branches(c.params)]
-        branches = [(canvas, *one) for canvas in asked for one in _branches_of(canvas)]
+        branching = [c for c in canvases if drafts_in_branches(c.params)]
+        branches = [(canvas, *one) for canvas in branching for one in _branches_of(canvas)]
         num_rows += sum(window.num_rows for *_, window in branches)
         if num_rows > min(MAX_ROWS, row_budget):
             return ()
         items = list[Branch]()
-        for canvas in asked:
+        for canvas in branching:
             own = [one for one in branches if one[0] is canvas]
             if not own:
                 continue
@@ -152,7 +152,8 @@ class DraftBranches(StepGuest):
 
     def accepts(self, batch: StepBatch, plan: Plan) -> bool:
         graphs = self._runner.graphs
-        return (graphs is None or graphs.serves(batch)) and plan.is_whole(batch.num_rows)
+        is_whole = plan.is_whole(batch.num_rows) and not plan.layout.is_streamed
+        return is_whole and (graphs is None or graphs.serves(batch))
 
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
