@@ -101,8 +101,6 @@ def measure(num_rows: int, options: argparse.Namespace) -> list[float]:
     calls["cublas"] = [partial(by_cublas, layer, gated) for layer in layers]
     times = compare(calls, repeats=options.repeats).values()
     *us, cublas_us = [timing.median_us for timing in times]
-        timing.median_us for timing in compare(calls, repeats=options.repeats).values()
-    ]
     # The expand of gate and up writes half of the columns that it reads.
     num_bytes = sum(p.num_bytes for p in layers[0].values()) - gates[0].out.nbytes // 2
     floor_us = 1e6 * num_bytes / copy_bandwidth()
