@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canvases that begin with a text, which the request revises.
 
-In block-causal families the rule (`decoding/repaired_text.py`) finds the tokens to replace.
+In block-causal families the rule (`decoding/text_scan.py`) finds the tokens to replace.
 
 In families with full attention a revision has rounds. A round scores the tokens of the text
 (`editing/choice.py`), masks the unlikely ones again, and leaves the masks to the decoding rule. The
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.diffusion.decoding import Commit, ForwardTarget, make_rule
-from vllm.diffusion.decoding.repaired_text import RepairedText
+from vllm.diffusion.decoding.text_scan import TextScan
 from vllm.diffusion.editing.choice import StripedScores, choose
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.request.visibility import FULL
@@ -60,7 +60,9 @@ class TextCanvas(Canvas):
             raise ValueError("revision: wanted a text, got None")
         self._revision = self.params.revision
         self._text = self._canvas[: self.params.num_open]  # a view: the positions of the answer
-        self._text[:] = self.params.mask_id  # without the prefix of a format
+        # A format's prefix is no part of the text.
+        rest = self.params.eos_id if self.params.ends_with_text else self.params.mask_id
+        self._text[:] = rest
         self._text[: len(self._revision.token_ids)] = self._revision.token_ids
         for guest in self._guests:
             guest.begin(self.tokens)
@@ -68,7 +70,7 @@ class TextCanvas(Canvas):
     def next_forward(self) -> tuple[ForwardTarget, Window]:
         """Begin the next forward; a scan for blocks to repair ends where its window is cut."""
         target, window = super().next_forward()
-        if not self._reaches_target and isinstance(self.rule, RepairedText):
+        if not self._reaches_target and isinstance(self.rule, TextScan):
             shorter = self.rule.cut_scan(window.stop)
             if shorter is not None:
                 self._target = target = shorter
