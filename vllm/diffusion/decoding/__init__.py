@@ -45,7 +45,7 @@ def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
     """Create the rule of a request: that of `params.algorithm`, or one for likelihoods or texts."""
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
-    if params.revision is not None and params.algorithm in TEXT_RULES:
+    if params.revision is not None and params.scores_directly:
         return TEXT_RULES[params.algorithm](params, prompt_length)
     rules = BLOCK_RULES if params.is_block_causal else RULES
     rules = CAUSAL_RULES if params.has_causal_context else rules

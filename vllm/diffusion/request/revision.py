@@ -121,8 +121,8 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
     limits = [name for name, none in _BESIDE_A_TEXT.items() if given.get(name, none) != none]
     if family.is_open and names == ["canvas_token_ids"]:
         names = []
-    if family.is_block_causal and (names or limits):
-        _check_repair(request, [*names, *limits])
+    if names or limits:
+        _check_family(request, [*names, *limits])
     if not names:
         if limits:
             wanted = "wanted it beside canvas_text or canvas_token_ids"
@@ -148,31 +148,30 @@ def limits_for(family: Family) -> tuple[str, ...] | None:
 
     They are those of the family's default algorithm.
     """
-    if not family.is_block_causal:
-        return ("pinned", "noise", "edit_threshold", "max_edits")
+    if not _revises(family):
+        return None
     default = algorithms_for(family)[family.default_algorithm]
     if default.text_rule is None:
-        return None
+        return ("pinned", "noise", "edit_threshold", "max_edits")
     return () if default.edits_length else ("pinned",)
 
 
-def _check_repair(request: Request, names: Sequence[str]) -> None:
-    """Refuse what a block-causal family cannot do with a text.
+def _revises(family: Family) -> bool:
+    """Whether a family's tokens can be scored where they are masked, within their blocks."""
+    is_shifted = family.is_block_causal and family.logit_shift > 0
+    return not (family.has_causal_context or is_shifted)
 
-    Only models that were trained to replace tokens repair a text, and their rule sets the limits.
-    """
+
+def _check_family(request: Request, names: Sequence[str]) -> None:
+    """Refuse what family and algorithm cannot do with a text."""
     given, family, algorithm = request.given, request.model.family, request.algorithm
-    if limits_for(family) is None:
-        able = (f for f in FAMILIES if limits_for(f) is not None)
+    if not _revises(family):
+        able = (f for f in FAMILIES if _revises(f))
         revise = f"revises no text, but {in_words(f.name for f in able)} do"
         wanted = f"wanted none: a model of family {family.name} {revise}"
         raise InvalidParameterError(names[0], given[names[0]], wanted)
-    if algorithm.text_rule is None:
-        repairing = [a.name for a in algorithms_for(family).values() if a.text_rule is not None]
-        wanted = f"wanted algorithm: {in_words(repairing)}"
-        raise InvalidParameterError(names[0], given[names[0]], wanted)
     for name in names:
-        if name in _OF_SCORES:
+        if algorithm.text_rule is not None and name in _OF_SCORES:
             wanted = f"wanted it left out: {algorithm.name} replaces tokens by editing_threshold"
             raise InvalidParameterError(name, given[name], wanted)
 
@@ -181,7 +180,7 @@ def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> 
     given = request.given
     if len(names) > 1:
         raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
-    if spec is not None and request.model.family.is_block_causal:
+    if spec is not None and request.algorithm.text_rule is not None:
         raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
     for name in _NOT_BESIDE_A_TEXT:
         if given.get(name):

@@ -45,7 +45,7 @@ def _num_moved(edit: Edit, mask_id: int) -> int:
 
 def _scoring(params: DiffusionParams) -> str:
     """Return how the tokens of a text are scored: as they are read, or in copies that mask them."""
-    if params.is_block_causal:
+    if params.scores_directly:
         return "direct"
     has_scores = params.revision is not None and params.revision.changes_tokens
     return "striped" if has_scores else "none"

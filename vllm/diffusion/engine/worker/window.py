@@ -174,6 +174,10 @@ class ForwardWindow:
         has_pages = self.cache is None or window.stop <= self.cache.length
         return window if window.stop == rows[1] and has_pages else None
 
+    def without_cache(self, stop: int) -> Window:
+        """Return the window of a forward that computes all positions before `stop`."""
+        return Window.of(Forward(range(stop)), self._visibility)
+
     @property
     def _rows_with_pages(self) -> int:
         if self.unit is None:
