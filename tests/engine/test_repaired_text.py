@@ -199,7 +199,6 @@ def test_a_stream_of_settled_blocks(served: tuple[Engine, Any]) -> None:
     [
         ({"noise": 0.5}, "wanted it left out: joint_threshold replaces tokens"),
         ({"max_edits": 1}, "wanted it left out: joint_threshold replaces tokens"),
-        ({"algorithm": "sequential"}, "wanted algorithm: joint_threshold"),
     ],
 )
 def test_limits_of_scores_are_refused(

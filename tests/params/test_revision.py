@@ -20,7 +20,7 @@ from vllm.diffusion.editing.differences import (
     unified_diff,
 )
 from vllm.diffusion.request.decision import decide
-from vllm.diffusion.request.families import FAMILIES, LLADA22, Family
+from vllm.diffusion.request.families import FAMILIES, FAST_DLLM, LLADA22, Family
 from vllm.diffusion.request.fields import canonical
 from vllm.diffusion.request.params import DiffusionParams
 
@@ -108,15 +108,14 @@ def test_limits_have_defaults() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_that_cannot_revise_name_the_families_that_can(family: Family) -> None:
     model = replace(TOKENISED, family=family, block_length=32)
-    repairing = ("joint_threshold", "levenshtein")
-    if not family.is_block_causal or family.default_algorithm in repairing:
+    if not (family.has_causal_context or family is FAST_DLLM):
         assert decided(model, canvas_text="one", cache="none").revision is not None
         return
     for fields in ({"canvas_text": "one"}, {"noise": 0.5}):
         message = refusal(model, **fields)
         assert message.startswith(f"{next(iter(fields))}: given ")
         assert f"family {family.name} revises no text, but llada, dream, llada-moe" in message
-        assert message.endswith("llada2.1 or llada2.2 do")
+        assert message.endswith("sdar-moe or stable-diffcoder do")
 
 
 STREAMED = replace(
