@@ -46,8 +46,8 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
         ends_with_text: see `lengths`.
-        scores_directly: whether the algorithm reads the tokens of a text that it may replace, so that
-            they are not scored in masked copies.
+        scores_directly: whether the algorithm reads the tokens of a text that it may replace, so
+            that they are not scored in masked copies.
         longest_canvas: length up to which the canvas grows; 0 if it does not.
         fp8_attention_from: length in positions from which attention is fp8, if it is requested.
         logprobs: number of alternatives reported with every token's log probability, or None. If

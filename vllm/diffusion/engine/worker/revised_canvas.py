@@ -199,7 +199,7 @@ class RevisedCanvas(TextCanvas):
 
     @property
     def pick(self) -> ScorePick | None:
-        """None, because the rule does not know what follows its block."""
+        """None, because the rule does not know that another part may begin after its block."""
         return None
 
     def _prepare(self) -> ForwardTarget:
