@@ -268,3 +268,32 @@ def test_block_causal_families_answer_in_the_language(
         for ask, answer in zip(actual, engine.ask(*actual), strict=True):
             assert answer.finish_reason in ("stop", "length"), (ask, answer.report)
             CHECK.validate(json.loads(answer.text))
+
+
+@pytest.mark.parametrize("case", ["llada2", "sdar"])
+def test_block_causal_families_repair_texts(checkpoint: Callable[[str], Path], case: str) -> None:
+    """As few tokens change as were broken, and pinned ones stay; also if others are scored."""
+    generator = random.Random(4)
+    with running(checkpoint(case)) as engine:
+        shared = {"block_length": 8, "gen_length": 60, "structured_outputs": {"json": SCHEMA}}
+        shared["algorithm"] = "semi_ar"
+        wholes = engine.ask(
+            *(Request(random_prompt(9, seed), {**shared, "seed": seed}) for seed in range(4))
+        )
+        asks, limits = [], []
+        for number, whole in enumerate(wholes):
+            text = list(whole.token_ids)
+            broken = sorted(generator.sample(range(len(text)), 3))
+            for at in broken:
+                text[at] = generator.choice([97, 98, 99])
+            pins = [[at, at + 1] for at in range(len(text)) if at not in broken][::2]
+            noise = 0.3 * (number % 2)
+            extra = {**shared, "canvas_token_ids": text, "pinned": pins, "noise": noise}
+            asks.append(Request(random_prompt(9), extra))
+            limits.append(len(text) if noise else 3)
+        for ask, answer, limit in zip(asks, engine.ask(*asks), limits, strict=True):
+            CHECK.validate(json.loads(answer.text))
+            assert answer.report["num_edited"] <= limit
+            for start, stop in ask.extra["pinned"]:
+                given = ask.extra["canvas_token_ids"][start:stop]
+                assert answer.token_ids[start:stop] in (given, [])

@@ -13,9 +13,14 @@ from tests.checkpoints import EOS_ID, MASK_ID
 from tests.params.support import MODEL
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.editing.choice import StripedScores, choose
-from vllm.diffusion.editing.differences import applied, edits_between, unified_diff
+from vllm.diffusion.editing.differences import (
+    applied,
+    edits_between,
+    moving_edits,
+    unified_diff,
+)
 from vllm.diffusion.request.decision import decide
-from vllm.diffusion.request.families import FAMILIES, Family
+from vllm.diffusion.request.families import FAMILIES, FAST_DLLM, LLADA22, Family
 from vllm.diffusion.request.fields import canonical
 from vllm.diffusion.request.params import DiffusionParams
 
@@ -103,14 +108,49 @@ def test_limits_have_defaults() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_that_cannot_revise_name_the_families_that_can(family: Family) -> None:
     model = replace(TOKENISED, family=family, block_length=32)
-    if not family.is_block_causal or family.default_algorithm == "joint_threshold":
+    if not (family.has_causal_context or family is FAST_DLLM):
         assert decided(model, canvas_text="one", cache="none").revision is not None
         return
     for fields in ({"canvas_text": "one"}, {"noise": 0.5}):
         message = refusal(model, **fields)
         assert message.startswith(f"{next(iter(fields))}: given ")
         assert f"family {family.name} revises no text, but llada, dream, llada-moe" in message
-        assert message.endswith("a2d-llama or llada2.1 do")
+        assert message.endswith("sdar-moe or stable-diffcoder do")
+
+
+STREAMED = replace(
+    TOKENISED,
+    family=LLADA22,
+    ids=replace(MODEL.ids, edit=(40, 41)),
+    block_length=32,
+)
+
+
+def test_a_text_whose_tokens_move_has_room_for_more() -> None:
+    """Only a given length is followed by masks."""
+    params = decided(STREAMED, canvas_text="one two")
+    assert params.ends_with_text
+    assert params.max_tokens == params.gen_length == STREAMED.max_model_len - 2
+    assert params.edits is None
+    for fields in ({"max_tokens": 8}, {"gen_length": 8}, {"ignore_eos": True}):
+        params = decided(STREAMED, canvas_text="one two", **fields)
+        assert not params.ends_with_text
+        assert params.max_tokens == (2 if "ignore_eos" in fields else 8)
+    assert not decided(STREAMED, canvas_text="one two", algorithm="joint_threshold").ends_with_text
+
+
+def test_a_text_whose_tokens_move_is_pinned_only_at_its_ends() -> None:
+    for pinned in ([[0, 1]], [[8, 9]], [[0, 1], [8, 9]], [[0, 13]]):
+        assert decided(STREAMED, canvas_text="one two three", pinned=pinned).revision is not None
+    given: dict[str, Any] = {"canvas_text": "one two three", "pinned": [[4, 5]]}
+    message = refusal(STREAMED, **given)
+    assert message.startswith("pinned: given [[4, 5]]; wanted only the beginning and the end of")
+    assert message.endswith("algorithm: joint_threshold, which keeps positions")
+    assert decided(STREAMED, **given, algorithm="joint_threshold").revision is not None
+    assert "wanted none of [40, 41], which delete and insert" in refusal(
+        STREAMED, canvas_token_ids=[11, 41]
+    )
+    assert "levenshtein replaces tokens by" in refusal(STREAMED, canvas_text="one", noise=0.5)
 
 
 def test_tokens_are_checked() -> None:
@@ -149,6 +189,7 @@ def test_edits_lead_from_one_text_to_the_other() -> None:
     for _ in range(2000):
         old = [rng.randrange(3) for _ in range(rng.randrange(8))]
         new = [rng.randrange(3) for _ in range(rng.randrange(8))]
+        assert applied(old, moving_edits(old, new)) == new
         edits = edits_between(old, new)
         assert applied(old, edits) == new
         assert all(edit.old_ids == old[edit.start : edit.stop] for edit in edits)

@@ -46,6 +46,16 @@ def test_nothing_follows_a_blank_suffix(client: Client, suffix: str | None) -> N
     assert text_of(client.answer(FIM, {**body, "suffix": suffix})) == text_of(plain)
 
 
+def test_a_template_needs_tokens_of_the_tokenizer(client: Client) -> None:
+    for route in (FIM, COMPLETIONS):
+        error = refusal(client.http.post(route, json={**GAP, "fim_template": True}))
+        assert error["message"].startswith("fim_template: given True; wanted a tokenizer with")
+        plain = {"prompt": "The capital of France is", "max_tokens": 4, "fim_template": True}
+        assert client.answer(route, plain)["choices"]
+    error = refusal(client.http.post(CHAT, json=body_for(CHAT, fim_template=True)))
+    assert error["message"] == "fim_template: given True; wanted it on a route with suffix"
+
+
 def test_defaults_are_those_of_the_route(client: Client) -> None:
     answer = client.answer(FIM, {"prompt": "The capital of France is"})
     assert answer["diffusion"]["canvas_lengths"][-1] <= 512

@@ -15,7 +15,6 @@ from vllm.diffusion.decoding.base import (
     ScorePick,
     most_certain_first,
 )
-from vllm.diffusion.decoding.repaired_text import RepairedText
 from vllm.diffusion.decoding.score import ScoreTokens
 from vllm.diffusion.decoding.together import BatchedChoice, BatchedCommit
 from vllm.diffusion.request.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
@@ -39,14 +38,15 @@ def _rules(table: Mapping[str, Algorithm], key: str = "rule") -> dict[str, type[
 RULES = _rules(ALGORITHMS)
 BLOCK_RULES = _rules(BLOCK_ALGORITHMS)  # rules of block-causal families
 CAUSAL_RULES = _rules(BLOCK_ALGORITHMS, "causal_rule")  # rules of families with causal context
+TEXT_RULES = _rules(BLOCK_ALGORITHMS, "text_rule")  # rules of canvases that begin with a text
 
 
 def make_rule(params: DiffusionParams, prompt_length: int) -> DecodingRule:
     """Create the rule of a request: that of `params.algorithm`, or one for likelihoods or texts."""
     if params.score is not None:
         return ScoreTokens(params, prompt_length)
-    if params.revision is not None and params.is_block_causal:
-        return RepairedText(params, prompt_length)
+    if params.revision is not None and params.scores_directly:
+        return TEXT_RULES[params.algorithm](params, prompt_length)
     rules = BLOCK_RULES if params.is_block_causal else RULES
     rules = CAUSAL_RULES if params.has_causal_context else rules
     return rules[params.algorithm](params, prompt_length)

@@ -59,7 +59,8 @@ class Levenshtein(GridRule):
         self._forbidden = [params.mask_id, *params.never_ids]
         self._delete, self._split = params.edit_ids
         self._num_steps = params.steps_per_block or params.block_length
-        self._before = self._is_first = np.empty(0, dtype=np.int64)
+        self._before = np.empty(0, dtype=np.int64)
+        self._is_first = np.empty(0, dtype=np.bool_)
         self._is_active = False  # whether the block at `start` has begun and not ended
         self._num_first = self._num_post = 0
         self._seen: set[bytes] = set()  # the block as each forward wrote it
@@ -74,9 +75,14 @@ class Levenshtein(GridRule):
         if not self._is_active:
             self._is_active, self.start, self.step, self._num_post = True, start, 0, 0
             # The marks of first masks move with their positions.
-            self._is_first = self._before == self._mask
+            self._is_first = self._first_masks(first)
             self._num_first, self._seen = int(np.count_nonzero(self._is_first)), set()
         return ForwardTarget(np.arange(first, end), (start, end))
+
+    def _first_masks(self, first: int) -> Mask:
+        """Return which positions, from `first` on, are masks with which the block begins."""
+        is_masked: Mask = self._before == self._mask
+        return is_masked
 
     def num_settled(self, tokens: Array) -> int:
         return self.start if self._is_active else self.front(tokens).start
@@ -99,19 +105,19 @@ class Levenshtein(GridRule):
         confidence = np.empty(positions.size)
         for part in self._parts:
             on_canvas, best, likeliest = (x.cpu().numpy() for x in part)
-            rows = np.searchsorted(positions, on_canvas + self.prompt_length)
-            tokens[rows], confidence[rows] = best, likeliest
-        self._parts = []
+            is_needed = np.isin(on_canvas + self.prompt_length, positions)
+            rows = np.searchsorted(positions, on_canvas[is_needed] + self.prompt_length)
+            tokens[rows], confidence[rows] = best[is_needed], likeliest[is_needed]
         return _Best(tokens, confidence)
 
     def decide(self, candidates: Candidates) -> Commit:
         self.forbade_mask, self._front = True, None
         before, best = self._before, self._take_best(candidates.positions)
+        self._parts = []
         is_masked = before == self._mask
         filled = self._filled(candidates.scores, is_masked)
         is_last = self._is_last(filled, is_masked)
-        edited = ~is_masked & (best.tokens[:, 0] != before)
-        edited &= self._edit_confidence(candidates, best) > self.params.editing_threshold
+        edited = self._may_edit() & self._is_doubted(candidates, best, before)
         proposed = np.where(is_masked, candidates.tokens, best.tokens[:, 0])
         if is_last:
             filled = is_masked
@@ -129,9 +135,17 @@ class Levenshtein(GridRule):
     def choose(self, candidates: Candidates) -> Array:
         raise NotImplementedError("tokens move: the whole block is decided")
 
-    def _edit_confidence(self, candidates: Candidates, best: _Best) -> Array:
-        """Return the probability [R] of the likeliest token; only fills use drawn tokens."""
-        return candidates.scores if self.params.temperature == 0 else best.confidence
+    def _may_edit(self) -> Mask:
+        """Return which tokens of the block may be replaced, [R] bool."""
+        is_token: Mask = self._before != self._mask
+        return is_token
+
+    def _is_doubted(self, candidates: Candidates, best: _Best, current: Array) -> Mask:
+        """Return in which rows [R] another token exceeds the threshold; drawn tokens only fill."""
+        confidence = candidates.scores if self.params.temperature == 0 else best.confidence
+        is_above = confidence > self.params.editing_threshold
+        doubted: Mask = is_above & (best.tokens[:, 0] != current)
+        return doubted
 
     def _filled(self, scores: Array, is_masked: Mask) -> Mask:
         """Return the masked positions that are filled, [R] bool."""
@@ -183,30 +197,32 @@ class Levenshtein(GridRule):
 
     def _scan(self, written: Array) -> Array:
         """Return the block [R] after deletions and insertions, and update its marks."""
-        block: list[int] = []
-        marks: list[bool] = []
-        columns = written.tolist(), self._before.tolist(), self._is_first.tolist()
-        for token, before, is_first in zip(*columns, strict=True):
-            if token == self._delete:
-                continue
-            if token == self._split:
-                block.append(self.params.mask_id)
-                marks.append(False)
-                token = before
-            block.append(token)
-            marks.append(bool(is_first))
-        missing = max(written.size - len(block), 0)
-        block += [self.params.mask_id] * missing
-        marks += [False] * missing
-        self._is_first = np.array(marks[: written.size], dtype=np.bool_)
-        scanned = np.array(block[: written.size], dtype=np.int64)
-        # An end token may have moved to a position before `min_tokens`.
+        sources = self._sources(written)[: written.size]
+        sources = np.pad(sources, (0, written.size - sources.size), constant_values=-1)
+        is_new = sources < 0
+        self._is_first = ~is_new & self._is_first[sources]
+        block = np.where(is_new, self._mask, self._plain_tokens(written)[sources])
+        return self._without_early_ends(block)
+
+    def _sources(self, written: Array) -> Array:
+        """Return the previous row of each row after deletions and insertions; -1 for a new mask."""
+        counts = np.where(written == self._split, 2, written != self._delete)
+        sources = np.arange(written.size).repeat(counts)
+        sources[:-1][sources[:-1] == sources[1:]] = -1
+        return sources
+
+    def _plain_tokens(self, written: Array) -> Array:
+        """Return the tokens [R] that stay where `written` inserts a mask before them."""
+        return np.where(written == self._split, self._before[: written.size], written)
+
+    def _without_early_ends(self, block: Array) -> Array:
+        """Mask end tokens of the block [R] that have moved to a position before `min_tokens`."""
         if self.params.edits is not None:
             first = max(self.start, self.prompt_length) - self.prompt_length
             num_early = max(self.params.edits.min_tokens - first, 0)
-            ends = np.isin(scanned[:num_early], self.params.edits.end_ids).nonzero()[0]
-            scanned[ends], self._is_first[ends] = self.params.mask_id, False
-        return scanned
+            ends = np.isin(block[:num_early], self.params.edits.end_ids).nonzero()[0]
+            block[ends], self._is_first[ends] = self.params.mask_id, False
+        return block
 
     def _ends_with(self, block: Array) -> bool:
         """Whether the forward that produced `block` [R] was the last one of the block."""

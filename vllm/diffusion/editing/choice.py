@@ -41,13 +41,21 @@ class StripedScores:
     def note(self, positions: Array, logprobs: Array) -> None:
         """Record the log probabilities [R] of one copy, whose masks are at `positions` [R]."""
         self.pending = [stripe for stripe in self.pending if stripe[0] != positions[0]]
-        self.logprobs[np.searchsorted(self.positions, positions)] = logprobs
+        count = np.searchsorted(positions, self.positions[-1], side="right")
+        self.logprobs[np.searchsorted(self.positions, positions[:count])] = logprobs[:count]
+
+    def cut(self, stop: int) -> None:
+        """Score only positions below `stop`, of which there is at least one."""
+        count = np.searchsorted(self.positions, stop)
+        self.positions, self.logprobs = self.positions[:count], self.logprobs[:count]
+        self.pending = [stripe[stripe < stop] for stripe in self.pending if stripe[0] < stop]
 
 
 def choose(
     logprobs: Array,
     *,
     noise: float | None = None,
+    most: int | None = None,
     threshold: float | None = None,
     budget: int | None = None,
     is_free: Array | None = None,
@@ -60,6 +68,7 @@ def choose(
     Args:
         logprobs: [N] log probabilities of the tokens.
         noise: largest share of the tokens, rounded up.
+        most: largest number of tokens.
         threshold: probability that a token must be below.
         budget: most tokens to choose, apart from free ones.
         is_free: [N] bool, tokens that do not count.
@@ -67,6 +76,7 @@ def choose(
     order: Array = np.argsort(logprobs, kind="stable")
     if noise is not None:
         order = order[: math.ceil(noise * len(order))]
+    order = order[:most]
     if threshold is not None:
         order = order[np.exp(logprobs[order]) < threshold]
     if budget is not None:

@@ -41,6 +41,16 @@ def edits_between(old: Sequence[int], new: Sequence[int]) -> list[Edit]:
     return [*edits, Edit(start, len(old), list(old[start:]), list(new[start:]))]
 
 
+def moving_edits(old: Sequence[int], new: Sequence[int]) -> list[Edit]:
+    """Return few edits that turn `old` into `new` if tokens were also deleted and inserted."""
+    codes = difflib.SequenceMatcher(None, old, new).get_opcodes()
+    return [
+        Edit(start, stop, list(old[start:stop]), list(new[begin:end]))
+        for kind, start, stop, begin, end in codes
+        if kind != "equal"
+    ]
+
+
 def applied(old: Sequence[int], edits: Iterable[Edit]) -> list[int]:
     """Return the tokens after edits, which ascend and do not overlap."""
     tokens, end = list[int](), 0

@@ -64,6 +64,8 @@ class Algorithm:
             algorithm may propose these tokens.
         chooses_length: whether it chooses the length of the canvas and inserts positions.
         causal_rule: its rule in families with causal context; None if it does not support them.
+        text_rule: its rule for canvases that begin with a text, if it replaces tokens that it
+            reads; None for other algorithms.
         drafts: for families with causal context: whether it writes tokens of a block that it may
             later reject.
         is_open: whether it is for families without a mask token, whose canvases begin as noise.
@@ -96,6 +98,7 @@ class Algorithm:
     edits_length: bool = False
     chooses_length: bool = False
     causal_rule: str | None = None
+    text_rule: str | None = None
     drafts: bool = False
     is_open: bool = False
     is_strict: bool | None = False
@@ -348,6 +351,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             ),
             defaults={"threshold": 0.95},
             caches=_KEPT_BLOCKS,
+            text_rule="repaired_text.RepairedText",
             speculates=None,
         ),
         Algorithm(
@@ -364,6 +368,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             defaults={"threshold": 0.5, "editing_threshold": 0.0},
             caches=_KEPT_BLOCKS,
             edits_length=True,
+            text_rule="streamed_text.StreamedText",
             speculates=None,
         ),
         Algorithm(

@@ -126,7 +126,8 @@ def _canvas(request: Request) -> tuple[int, int]:
         canvas = max(canvas or 0, _default_canvas(request, max_tokens))
     if canvas is None:
         if max_tokens is None and request.revision is not None:
-            max_tokens = len(request.revision.token_ids)
+            text = len(request.revision.token_ids)
+            max_tokens = max(room, 1) if ends_with_text(request) else text
         if max_tokens is None and model.default_max_tokens is not None:
             max_tokens = max(min(model.default_max_tokens, room), 1)
         canvas = _default_canvas(request, max_tokens)
@@ -150,6 +151,17 @@ def _requested_max_tokens(request: Request) -> int | None:
     is_default = upstreams in (OFFLINE_MAX_TOKENS, request.model.default_max_tokens)
     has_length = "gen_length" in request.given or request.revision is not None
     return None if has_length and is_default else upstreams
+
+
+def ends_with_text(request: Request) -> bool:
+    """Whether the answer ends where a text ends that the algorithm lengthens and shortens.
+
+    If the request sets a length, masks follow the text.
+    """
+    if request.revision is None or not request.algorithm.edits_length:
+        return False
+    has_length = "gen_length" in request.given or _requested_max_tokens(request) is not None
+    return not (has_length or request.values["ignore_eos"])
 
 
 def _default_canvas(request: Request, max_tokens: int | None) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.guided.guides import Guide  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.algorithms import AlgorithmParams
 from vllm.diffusion.request.edits import Edits  # noqa: TC001 (read when a decision is received)
+from vllm.diffusion.request.lengths import ends_with_text
 from vllm.diffusion.request.likelihood import ScoreRequest  # noqa: TC001 (read when a decision is received)
 from vllm.diffusion.request.request_fields import RequestFields
 from vllm.diffusion.request.revision import Revision  # noqa: TC001 (read when a decision is received)
@@ -44,6 +45,9 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         edit_ids: the tokens that delete and that insert a position.
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
+        ends_with_text: see `lengths`.
+        scores_directly: whether the algorithm reads the tokens of a text that it may replace, so
+            that they are not scored in masked copies.
         longest_canvas: length up to which the canvas grows; 0 if it does not.
         fp8_attention_from: length in positions from which attention is fp8, if it is requested.
         logprobs: number of alternatives reported with every token's log probability, or None. If
@@ -79,6 +83,8 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     )
     think_ids: tuple[int, ...] = derived(lambda r: r.model.ids.think)
     longest_canvas: int = derived(lambda r: r.lengths.longest)
+    ends_with_text: bool = derived(ends_with_text)
+    scores_directly: bool = derived(lambda r: r.algorithm.text_rule is not None)
     fp8_attention_from: int = derived(lambda r: r.model.fp8_from)
     logprobs: int | None = derived(lambda r: len(r.logprob_token_ids) or r.logprobs)
     logprob_token_ids: tuple[int, ...] = derived(lambda r: r.logprob_token_ids)

@@ -412,6 +412,12 @@ class RequestFields:
         default_text="none",
         resolve=lambda ids, _: ids or (),
     )
+    fim_template: ClassVar[bool] = param(
+        "/v1/completions and /v1/fim/completions: put prompt and suffix into the prompt, with the "
+        "tokenizer's tokens for fill-in-the-middle, instead of the suffix onto the canvas",
+        default=False,
+        refuse=lambda is_asked, _: "wanted it on a route with suffix" if is_asked else None,
+    )
     min_tokens: ClassVar[int] = param(
         "fewest tokens of the answer before a token can end it",
         default=0,

@@ -15,6 +15,7 @@ from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.guided.language import language_from
 from vllm.diffusion.guided.open_window import FREE
 from vllm.diffusion.guided.repair import MAX_CELLS, NoStringError, fewest_changes
+from vllm.diffusion.request.algorithms import algorithms_for
 from vllm.diffusion.request.families import FAMILIES
 from vllm.diffusion.request.values import in_words
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.request import Request
 
 DEFAULT_THRESHOLD = 0.1
-REPAIRING = "joint_threshold"  # the algorithm that replaces tokens that it reads
 MAX_ROUNDS = 8
 
 Span = tuple[int, int]  # first position and last + 1
@@ -121,8 +121,8 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
     limits = [name for name, none in _BESIDE_A_TEXT.items() if given.get(name, none) != none]
     if family.is_open and names == ["canvas_token_ids"]:
         names = []
-    if family.is_block_causal and (names or limits):
-        _check_repair(request, [*names, *limits])
+    if names or limits:
+        _check_family(request, [*names, *limits])
     if not names:
         if limits:
             wanted = "wanted it beside canvas_text or canvas_token_ids"
@@ -144,29 +144,35 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
 
 
 def limits_for(family: Family) -> tuple[str, ...] | None:
-    """Return the fields that limit how much of a text changes; None if no text is revised."""
-    if not family.is_block_causal:
-        return ("pinned", "noise", "edit_threshold", "max_edits")
-    return ("pinned",) if family.default_algorithm == REPAIRING else None
+    """Return the fields that limit how much of a text changes; None if no text is revised.
 
-
-def _check_repair(request: Request, names: Sequence[str]) -> None:
-    """Refuse what a block-causal family cannot do with a text.
-
-    Only models that were trained to replace tokens repair a text, and their rule sets the limits.
+    They are those of the family's default algorithm.
     """
-    given, family = request.given, request.model.family
-    if limits_for(family) is None:
-        able = (f for f in FAMILIES if limits_for(f) is not None)
+    if not _revises(family):
+        return None
+    default = algorithms_for(family)[family.default_algorithm]
+    if default.text_rule is None:
+        return ("pinned", "noise", "edit_threshold", "max_edits")
+    return () if default.edits_length else ("pinned",)
+
+
+def _revises(family: Family) -> bool:
+    """Whether a family's tokens can be scored where they are masked, within their blocks."""
+    is_shifted = family.is_block_causal and family.logit_shift > 0
+    return not (family.has_causal_context or is_shifted)
+
+
+def _check_family(request: Request, names: Sequence[str]) -> None:
+    """Refuse what family and algorithm cannot do with a text."""
+    given, family, algorithm = request.given, request.model.family, request.algorithm
+    if not _revises(family):
+        able = (f for f in FAMILIES if _revises(f))
         revise = f"revises no text, but {in_words(f.name for f in able)} do"
         wanted = f"wanted none: a model of family {family.name} {revise}"
         raise InvalidParameterError(names[0], given[names[0]], wanted)
-    if request.algorithm.name != REPAIRING:
-        wanted = f"wanted algorithm: {REPAIRING}"
-        raise InvalidParameterError(names[0], given[names[0]], wanted)
     for name in names:
-        if name in _OF_SCORES:
-            wanted = f"wanted it left out: {REPAIRING} replaces tokens by editing_threshold"
+        if algorithm.text_rule is not None and name in _OF_SCORES:
+            wanted = f"wanted it left out: {algorithm.name} replaces tokens by editing_threshold"
             raise InvalidParameterError(name, given[name], wanted)
 
 
@@ -174,7 +180,7 @@ def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> 
     given = request.given
     if len(names) > 1:
         raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
-    if spec is not None and request.model.family.is_block_causal:
+    if spec is not None and request.algorithm.text_rule is not None:
         raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
     for name in _NOT_BESIDE_A_TEXT:
         if given.get(name):
@@ -189,6 +195,9 @@ def _tokens(request: Request) -> tuple[tuple[int, ...], Sequence[Span]]:
         if max(token_ids) >= model.vocab_size:
             wanted = f"wanted token ids from 0 to {model.vocab_size - 1}"
             raise InvalidParameterError("canvas_token_ids", max(token_ids), wanted)
+        if not set(token_ids).isdisjoint(model.ids.edit):
+            wanted = f"wanted none of {list(model.ids.edit)}, which delete and insert"
+            raise InvalidParameterError("canvas_token_ids", list(token_ids), wanted)
         return token_ids, [(at, at + 1) for at in range(len(token_ids))]
     if model.encode is None or model.spans is None:
         raise InvalidParameterError("canvas_text", text, "wanted a server with a tokenizer")
@@ -220,6 +229,10 @@ def _pinned(request: Request, borders: Sequence[Span]) -> tuple[Span, ...]:
             merged[-1][1] = at + 1
         else:
             merged.append([at, at + 1])
+    if request.algorithm.edits_length and not all(0 in s or len(borders) in s for s in merged):
+        wanted = "wanted only the beginning and the end of the text, or algorithm: joint_threshold"
+        wanted += ", which keeps positions"
+        raise InvalidParameterError("pinned", [list(span) for span in spans], wanted)
     return tuple((start, stop) for start, stop in merged)
 
 

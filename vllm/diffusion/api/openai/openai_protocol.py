@@ -22,6 +22,7 @@ from vllm.diffusion.api.report import DiffusionReport
 from vllm.diffusion.api.schema import MAX_CHOICES, check_logprobs, with_diffusion_fields
 from vllm.diffusion.api.tool_prompts import reads_tools
 from vllm.diffusion.core.errors import InvalidParameterError
+from vllm.diffusion.editing.fim_template import in_template
 from vllm.diffusion.guided.guides import SPEC, packed, requested_spec, spec_of_tools
 from vllm.diffusion.request.decision import IGNORED, RESERVED_EXTRA_ARGS
 from vllm.diffusion.request.fields import BY_NAME, SPELLINGS, canonical
@@ -173,9 +174,8 @@ def prepare(
         raise InvalidParameterError("n", request.n, f"wanted 1 to {MAX_CHOICES}")
     _check_logprobs(request, model_config)
     extra = extra_args(request, template)
-    if isinstance(request, CompletionRequest) and request.suffix:
-        extra["suffix_ids"] = _suffix_ids(request.suffix, extra, model_config)
-        request.suffix = None  # upstream refuses it
+    if isinstance(request, CompletionRequest):
+        _place_suffix(request, extra, model_config)
     if extra.get("stream_canvas") and not request.stream:
         raise InvalidParameterError("stream_canvas", True, "wanted false, or stream: true")
     spec = requested_spec(plain(request.response_format), plain(request.structured_outputs))
@@ -192,6 +192,19 @@ def prepare(
     request.response_format = request.structured_outputs = None
     request.vllm_xargs = extra if spec is None else {**extra, SPEC: packed(spec)}
     _allow_several_greedy_answers(request, defaults or {})
+
+
+def _place_suffix(request: Any, extra: dict[str, Any], model_config: Any) -> None:
+    """Put the text that follows an answer on the canvas, or into the prompt."""
+    has_template, text = extra.pop("fim_template", False), request.suffix
+    if not text:
+        return
+    request.suffix = None  # upstream refuses it
+    if has_template:
+        tokenizer = cached_tokenizer_from_config(model_config)
+        request.prompt = in_template(request.prompt, text, tokenizer)
+    else:
+        extra["suffix_ids"] = _suffix_ids(text, extra, model_config)
 
 
 def _suffix_ids(text: str, extra: Mapping[str, Any], model_config: Any) -> list[int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.diffusion.editing.differences import edits_between
+from vllm.diffusion.editing.differences import edits_between, moving_edits
+from vllm.diffusion.request.algorithms import algorithms_of
 
 if TYPE_CHECKING:
+    from vllm.diffusion.editing.differences import Edit
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -20,17 +22,30 @@ def edits_of(item: RequestState) -> dict[str, Any]:
     if answer and answer[-1] in params.stop_ids:
         answer.pop()
     text = revision.token_ids[: revision.num_before_end(params.stop_ids)]
-    pairs = zip(text, answer, strict=False)
+    algorithm = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
+    if algorithm.edits_length:
+        edits = moving_edits(text, answer)
+        num_edited = sum(_num_moved(edit, params.mask_id) for edit in edits)
+    else:
+        edits = edits_between(text, answer)
+        pairs = zip(text, answer, strict=False)
+        num_edited = sum(token not in (params.mask_id, new) for token, new in pairs)
     return {
-        "edits": [edit._asdict() for edit in edits_between(text, answer)],
-        "num_edited": sum(token not in (params.mask_id, new) for token, new in pairs),
+        "edits": [edit._asdict() for edit in edits],
+        "num_edited": num_edited,
         "scoring": _scoring(params),
     }
 
 
+def _num_moved(edit: Edit, mask_id: int) -> int:
+    """Return the number of tokens that an edit replaces, deletes or inserts."""
+    num_masks = edit.old_ids.count(mask_id)
+    return max(len(edit.old_ids), len(edit.new_ids)) - num_masks
+
+
 def _scoring(params: DiffusionParams) -> str:
     """Return how the tokens of a text are scored: as they are read, or in copies that mask them."""
-    if params.is_block_causal:
+    if params.scores_directly:
         return "direct"
     has_scores = params.revision is not None and params.revision.changes_tokens
     return "striped" if has_scores else "none"

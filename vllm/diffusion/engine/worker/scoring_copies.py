@@ -36,7 +36,7 @@ logger = init_logger(__name__)
 
 def scores_text(params: DiffusionParams) -> bool:
     """Whether a request scores a text."""
-    if params.revision is None or params.is_block_causal:
+    if params.revision is None or params.scores_directly:
         return False
     return params.revision.changes_tokens
 
@@ -72,7 +72,7 @@ class ScoringCopy:
         return self.canvas.masked_at(self._positions)
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
-        return ForwardTarget(self._positions, (0, self.canvas.length)), self._computed
+        return ForwardTarget(self._positions, (0, self._computed.stop)), self._computed
 
     def token_ids(self, positions: Array) -> Array:
         return self.canvas.named_tokens(positions)
@@ -97,9 +97,9 @@ class ScoringCopies(StepGuest):
         room = row_budget - sum(canvas.count_next_rows() for canvas in canvases)
         items = list[ScoringCopy]()
         for canvas in scoring:
-            window = canvas.window.of((0, canvas.length))
+            window = canvas.window.without_cache(canvas.begin().rows[1])
             for positions in canvas.pending_copies[1:]:
-                if window is None or canvas.window.has_fp8_attention:
+                if canvas.window.has_fp8_attention:
                     break
                 copy = ScoringCopy(canvas, positions, window)
                 room -= copy.num_rows

@@ -183,6 +183,10 @@ class ForwardWindow:
         forward = window.forward._replace(window=range(first, window.stop), kept=first)
         return Window.of(forward, self._visibility)
 
+    def without_cache(self, stop: int) -> Window:
+        """Return the window of a forward that computes all positions before `stop`."""
+        return Window.of(Forward(range(stop)), self._visibility)
+
     @property
     def _rows_with_pages(self) -> int:
         if self.unit is None:
