@@ -46,8 +46,6 @@ _BESIDE_A_TEXT = {
 }
 # Fields that choose tokens by the scores of masked copies.
 _OF_SCORES = ("noise", "edit_threshold", "max_edits", "edit_rounds")
-# Fields that have no meaning yet together with a text.
-_NOT_BESIDE_A_TEXT = ("allow_infill", "return_trajectory", "complete_blocks")
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,9 @@ def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> 
         raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
     if spec is not None and request.algorithm.text_rule is not None:
         raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
-    for name in _NOT_BESIDE_A_TEXT:
+    # A trajectory has no form for tokens that move.
+    moving = ("return_trajectory",) if request.algorithm.edits_length else ()
+    for name in ("allow_infill", *moving):
         if given.get(name):
             raise InvalidParameterError(name, given[name], f"wanted false beside {names[0]}")
 
