@@ -32,6 +32,7 @@ If ``ccache`` is installed, it caches the compiled objects, also for other clone
 import logging
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -60,6 +61,7 @@ PACKAGES = ("vllm", "flash_sample", "gather_gemm", "vllm_add_llada", "vmm_alloca
 KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed", ".woff2"})
 
 
+STAMP = "vllm/diffusion/ops/build_stamp.py"
 COST = "PyTorch operations replace them: on a GPU slower, with more memory; on a CPU no difference"
 
 
@@ -80,9 +82,14 @@ class Room:
     def is_enabled(self) -> bool:
         return os.environ.get(f"BUILD_{self.name.upper()}", "1") != "0"
 
+    @property
+    def inner(self) -> str:
+        """The folder of the package that holds the extension, relative to the root."""
+        return "/".join(self.extension.split(".")[:-1])
+
     def sources(self) -> list[Path]:
-        """Return every .cu and .cpp file in the folder of the package that holds the extension."""
-        folder = ROOT.joinpath(*self.extension.split(".")[:-1])
+        """Return every .cu and .cpp file in the inner folder."""
+        folder = ROOT / self.inner
         return sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cpp"))
 
 
@@ -235,7 +242,11 @@ def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
         made = FOLDER / room.name / f"{source.name}.o"
         objects.append(escaped(made))
         lines.append(f"build {objects[-1]}: compile {escaped(source)}")
-        lines.append(f"  flags = {flags_of[source.suffix]}")
+        flags = flags_of[source.suffix]
+        if source.name == "bindings.cpp":
+            stamp_of = runpy.run_path(str(ROOT / STAMP))["stamp_of"]
+            flags += f" -DBUILD_STAMP={stamp_of(ROOT, room.inner)}"
+        lines.append(f"  flags = {flags}")
         lines.append(f"  name = {source.relative_to(ROOT)}")
     linked = escaped(FOLDER / room.name / output.name)
     lines += [f"build {linked}: link {' '.join(objects)}", f"  name = {room.name}: linked"]

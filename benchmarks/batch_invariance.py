@@ -3,7 +3,8 @@
 """Time of a denoising step with and without batch invariance, in turns.
 
     benchmarks/batch_invariance.py [--family llada] [--requests 1 1 64] [--rows 32 256 32]
-        [--turns 2] [--num-layers N] [--output-dir results/batch_invariance]
+        [--quantization fp8] [--turns 2] [--num-layers N]
+        [--output-dir results/batch_invariance]
 
 The model has a released shape and random weights. A case is a number of concurrent requests, each
 with a number of rows. Alone, a request computes its prompt and its canvas in every step (`cache:
@@ -24,7 +25,9 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +38,14 @@ from benchmarks import in_process  # isort: skip  (before torch and vllm)
 from benchmarks import harness, windows
 from benchmarks.harness import Table, positive
 from benchmarks.shapes import Shape
+from benchmarks.step_latency import kernel_lines
+from vllm.diffusion import ops
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from benchmarks.in_process import Step
 
 COLUMNS = {"family": "<12", "requests": ">8", "rows": ">6", "usual ms": ">9.3f"}
 COLUMNS |= {"invariant": ">10.3f", "ratio": ">6.3f", "spread": ">7.3f"}
@@ -104,7 +111,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.shape("llada")
     parser.option("--requests", (1, 1, 64), "concurrent requests of each case", type=positive)
     parser.option("--rows", (32, 256, 32), "rows of each request, by case", type=positive)
+    parser.option("--quantization", None, "fp8", type=str)
     parser.option("--turns", 2, "engines of each kind", type=positive)
+    parser.option("--profile", False, "print the longest kernels of every case, too")
     options = parser.parse_args(arguments)
     if len(options.requests) != len(options.rows):
         parser.error("--requests and --rows: wanted a number of each for every case")
@@ -117,29 +126,39 @@ def turn(
     """Return rows and milliseconds of a step of every case, in an engine of its own."""
     shape = Shape.of(harness.configuration_of(options))
     settings: dict[str, Any] = {"num_speculative_states": 0, "longest_pause_ms": 0}
-    if is_invariant:
-        settings["batch_invariant"] = True
+    settings["batch_invariant"] = is_invariant
     length = max(sum(case.sizes(shape)) for case in cases)
-    with in_process.engine_of(
-        options,
-        max_model_len=length + 64,
-        max_num_seqs=max(case.num_requests for case in cases),
-        additional_config={"dllm": settings},
-    ) as (llm, runner):
-        return {case: step_ms(llm, runner, shape, case) for case in cases}
+    with (
+        cublas_of_its_own(),
+        in_process.engine_of(
+            options,
+            quantization=options.quantization,
+            max_model_len=length + 64,
+            max_num_seqs=max(case.num_requests for case in cases),
+            additional_config={"dllm": settings},
+        ) as (llm, runner),
+    ):
+        times = {}
+        for case in cases:
+            times[case] = step_ms(llm, runner, shape, case)
+            if options.profile:
+                print("invariant" if is_invariant else "usual", case)
+                run = partial(steps_of, llm, runner, shape, case)
+                print(*kernel_lines(in_process.kernel_times(run)), sep="\n")
+        return times
+
+
+@contextmanager
+def cublas_of_its_own() -> Iterator[None]:
+    """Give cuBLAS its workspace back, which batch-invariant engines take away, at the end."""
+    yield
+    ops.allow_workspace(True)
 
 
 def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float]:
     """Return the most common rows of a step, and its median time, after a warm-up."""
-    context, canvas = case.sizes(shape)
-    prompts = in_process.random_prompts(case.num_requests, context, shape.vocab_size)
-    if case.num_requests > 1 or shape.block_length:
-        parameters = windows.kept_parameters(shape, canvas, canvas)
-    else:
-        parameters = {"algorithm": "semi_ar", "steps": canvas}
-        parameters |= {"gen_length": canvas, "block_length": canvas}
     for _ in range(2):
-        steps = in_process.timed_steps(llm, runner, prompts, parameters)
+        steps = steps_of(llm, runner, shape, case)
     # The first steps also compute prompts, and requests may take turns.
     num_rows, count = Counter(step.num_rows for step in steps).most_common(1)[0]
     if count < MIN_STEPS:
@@ -147,6 +166,18 @@ def step_ms(llm: Any, runner: Any, shape: Shape, case: Case) -> tuple[int, float
         raise harness.BenchmarkError(f"wanted {MIN_STEPS} equal steps, got steps of {sizes} rows")
     times = [step.device_ms or step.step_ms for step in steps if step.num_rows == num_rows]
     return num_rows, statistics.median(times)
+
+
+def steps_of(llm: Any, runner: Any, shape: Shape, case: Case) -> list[Step]:
+    """Answer the requests of a case once, and return the steps."""
+    context, canvas = case.sizes(shape)
+    prompts = in_process.random_prompts(case.num_requests, context, shape.vocab_size)
+    if case.num_requests > 1 or shape.block_length:
+        parameters = windows.kept_parameters(shape, canvas, canvas)
+    else:
+        parameters = {"algorithm": "semi_ar", "steps": canvas}
+        parameters |= {"gen_length": canvas, "block_length": canvas}
+    return in_process.timed_steps(llm, runner, prompts, parameters)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,8 @@ def add_adapters(
     """Load random adapters; return how requests name them."""
     modules, rank = kind
     names = list[LoRARequest | None]()
+    for adapter_id in llm.llm_engine.list_loras():
+        llm.llm_engine.remove_lora(adapter_id)
     for number in range(1, 1 + (NUM_ADAPTERS if options.mixed else 1)):
         config, tensors = random_adapter(
             config_of(options),
@@ -248,9 +250,9 @@ def add_adapters(
             options.dtype,
             lambda matrix: modules == "all" or "self_attn" in matrix.product,
         )
-        called = (f"{modules}-{rank}-{number}", number, "in memory")
+        # Every adapter of a run has a number of its own.
+        called = (f"{modules}-{rank}-{number}", rank * NUM_ADAPTERS + number, "in memory")
         adapter = Tensors(*called, peft_config=config, lora_tensors=tensors)
-        llm.llm_engine.remove_lora(number)
         llm.llm_engine.add_lora(adapter)
         names.append(LoRARequest(*called))
     return names

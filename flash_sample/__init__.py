@@ -8,7 +8,7 @@ vocabulary, which are tensor-parallel ranks or tiles that are never stored toget
 The import never fails. Without the compiled module (see `is_built`) everything runs in PyTorch.
 """
 
-from ._kernels import is_built
+from ._kernels import build_stamp, is_built
 from ._ops import candidates, kept_columns, uniform
 from ._scores import entropy, entropy_witht, low_confidence, margin
 from ._slices import entropy_share, merge, partial
@@ -21,6 +21,7 @@ __all__ = [
     "Rows",
     "Sampled",
     "Score",
+    "build_stamp",
     "candidates",
     "entropy",
     "entropy_share",

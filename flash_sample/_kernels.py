@@ -43,6 +43,11 @@ def is_built() -> bool:
     return native is not None
 
 
+def build_stamp() -> int | None:
+    """Return the stamp of the sources that the compiled module was built from, if it has one."""
+    return getattr(native, "BUILD_STAMP", None)
+
+
 def candidates(logits: Tensor, rows: Rows, score: Score) -> Sampled:
     """Sample each row; see `flash_sample.candidates`."""
     sampled = _empty_candidates(len(logits), logits.device)

@@ -7,9 +7,8 @@ There is no build step: kernels are compiled at first use. The import never fail
 
 from ._ops import gather_gemm, is_built
 from .grouped import gated_gemm, weighted_gemm
-from .launch import MAX_SPLIT_ROWS, OrderedConfig, low_rank_splits, low_rank_tile, max_tiles
+from .launch import MAX_SPLIT_ROWS, low_rank_splits, low_rank_tile, max_tiles
 from .low_rank import LowRank, Piece, Tiles, expand, gated_expand, shrink
-from .ordered import has_ordered, ordered_gemm
 from .routing import Routing, route, route_rows, sum_terms
 from .scoring import SOFTMAX, Scoring
 from .top import MAX_COLUMNS, Top, gather_top, has_top
@@ -19,7 +18,6 @@ __all__ = [
     "MAX_SPLIT_ROWS",
     "SOFTMAX",
     "LowRank",
-    "OrderedConfig",
     "Piece",
     "Routing",
     "Scoring",
@@ -30,13 +28,11 @@ __all__ = [
     "gated_gemm",
     "gather_gemm",
     "gather_top",
-    "has_ordered",
     "has_top",
     "is_built",
     "low_rank_splits",
     "low_rank_tile",
     "max_tiles",
-    "ordered_gemm",
     "route",
     "route_rows",
     "shrink",

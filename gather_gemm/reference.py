@@ -26,22 +26,6 @@ def gather_gemm(
     return torch.mm(x if rows is None else x.index_select(0, rows), weight.t(), out=out)
 
 
-def ordered_gemm(
-    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, adds: bool = False
-) -> Tensor:
-    """Compute x W^T, plus bias and out, in fp32 and round once; see `gather_gemm.ordered_gemm`.
-
-    Each row is multiplied alone, so that its sums do not depend on the number of rows.
-    """
-    wide = weight.float()
-    for row, target in zip(x.float(), out, strict=True):
-        total = torch.mv(wide, row)
-        if bias is not None:
-            total += bias.float()
-        target.copy_(total + target.float() if adds else total)
-    return out
-
-
 def gather_top(
     x: Tensor,
     rows: Tensor | None,

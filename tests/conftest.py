@@ -343,3 +343,11 @@ def with_upstreams_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     accepts = staticmethod(lambda config: None)
     monkeypatch.setattr(DiffusionCpuPlatform, "check_and_update_config", accepts)
+
+
+@pytest.fixture
+def cublas_workspace() -> None:
+    """Give cuBLAS its usual workspace, which batch-invariant engines take away."""
+    from vllm.diffusion import ops
+
+    ops.allow_workspace(True)

@@ -18,7 +18,7 @@ from ._errors import (
     ReservationError,
     VmmError,
 )
-from ._native import is_built
+from ._native import build_stamp, is_built
 from .arena import DEFAULT_CHUNK_BYTES, Arena, Statistics
 from .torch_pool import TorchPool
 
@@ -37,5 +37,6 @@ __all__ = [
     "Statistics",
     "TorchPool",
     "VmmError",
+    "build_stamp",
     "is_built",
 ]

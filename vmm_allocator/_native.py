@@ -29,6 +29,11 @@ def is_built() -> bool:
     return _module is not None
 
 
+def build_stamp() -> int | None:
+    """Return the stamp of the sources that the compiled module was built from, if it has one."""
+    return getattr(_module, "BUILD_STAMP", None)
+
+
 def native() -> ModuleType:
     """Return the compiled module; raise NotBuiltError if it is missing."""
     if _module is None:

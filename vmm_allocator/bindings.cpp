@@ -98,4 +98,5 @@ PYBIND11_MODULE(_vmm_allocator, module) {
   py::register_local_exception_translator(&translate);
   bind_arena(module);
   bind_segment_pool(module);
+  module.attr("BUILD_STAMP") = int64_t{BUILD_STAMP};  // defined by setup.py
 }

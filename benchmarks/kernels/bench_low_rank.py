@@ -7,8 +7,10 @@
 All times are replays of CUDA graphs over the matrices of several layers in turn. Each product of a
 layer has a shrink, which multiplies its rows by the first matrices, and an expand, which adds the
 product with the second matrices to a result. The expand of gate and up also computes silu(gate) *
-up, so "silu us" is the time of the kernel that it replaces. "floor" is the time in which a copy
-moves the bytes that these kernels read and write. Slots have equal shares of the rows.
+up, so "silu us" is the time of the kernel that it replaces. "cublas" is the time of the same
+products if all rows had the first adapter and PyTorch computed them, silu(gate) * up included.
+"floor" is the time in which a copy moves the bytes that these kernels read and write. Slots have
+equal shares of the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ ROWS = (32, 256, 1024, 4096)
 NUM_LAYERS = 4
 USES = ("qkv", "out", "gate_up", "down")
 NAMES = (*(f"{kind} {use} us" for use in USES for kind in ("shrink", "expand")), "silu us")
-COLUMNS = dict.fromkeys(("rows", *NAMES, "all us", "floor us"), ">18.4g")
+COLUMNS = dict.fromkeys(("rows", *NAMES, "all us", "cublas us", "floor us"), ">18.4g")
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,25 @@ def measure(num_rows: int, options: argparse.Namespace) -> list[float]:
         partial(gated_expand, p.low, p.matrices, tiles, p.out, gated) for p in gates
     ]
     calls["silu"] = [partial(silu_mul, p.out, out=gated) for p in gates]
-    us = [timing.median_us for timing in compare(calls, repeats=options.repeats).values()]
+    calls["cublas"] = [partial(by_cublas, layer, gated) for layer in layers]
+    times = compare(calls, repeats=options.repeats).values()
+    *us, cublas_us = [timing.median_us for timing in times]
     # The expand of gate and up writes half of the columns that it reads.
     num_bytes = sum(p.num_bytes for p in layers[0].values()) - gates[0].out.nbytes // 2
-    return [num_rows, *us, sum(us[:-1]), 1e6 * num_bytes / copy_bandwidth()]
+    floor_us = 1e6 * num_bytes / copy_bandwidth()
+    return [num_rows, *us, sum(us[:-1]), cublas_us, floor_us]
+
+
+def by_cublas(layer: dict[str, Product], gated: Tensor) -> None:
+    """Compute a layer's products, as if all rows had the first adapter."""
+    for product in layer.values():
+        matrices, rank = product.matrices, product.matrices.up.shape[1]
+        low = torch.mm(product.x, matrices.down[0].flatten(0, 1).t())
+        for piece in product.pieces:
+            ranks = slice(piece.part * rank, (piece.part + 1) * rank)
+            columns = slice(piece.start, piece.start + piece.width)
+            product.out[:, columns].addmm_(low[:, ranks], matrices.up[0][:, columns])
+    silu_mul(layer["gate_up"].out, out=gated)
 
 
 def products_of(num_rows: int, options: argparse.Namespace) -> dict[str, Product]:

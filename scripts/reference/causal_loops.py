@@ -66,10 +66,13 @@ class _Text:
         self.forwards = 0
         self.history: list[list[int]] = []
 
-    def following(self, block: Sequence[int] = ()) -> list[int]:
-        """Return the causal predictions after the latest token and after each token of `block`."""
+    def following(self, block: Sequence[int] = (), *, is_pass: bool = True) -> list[int]:
+        """Return the causal predictions after the latest token and after each token of `block`.
+
+        `is_pass` is false for rows that another forward pass computes in addition.
+        """
         tokens = [*self.prompt, *self.answer, *block]
-        self.forwards += 1
+        self.forwards += is_pass
         logits = self.logits_of(tokens, len(tokens))[-1 - len(block) :].clone()
         logits[:, self.mask_id] = -torch.inf
         return [self.choose(row, len(self.answer) + i) for i, row in enumerate(logits)]
@@ -211,6 +214,7 @@ def introspective(
     gen_length: int,
     mask_id: int,
     stride: int = 4,
+    has_branches: bool = False,
     stop_ids: Collection[int] = (),
     choose: Choose = most_likely,
 ) -> Decoded:
@@ -218,7 +222,8 @@ def introspective(
 
     Without drafts, which is the case after the first token and after a wrong draft, a pass commits
     one token. A draft is right if the choice at its position, after the tokens before it, is the
-    draft.
+    draft. With `has_branches`, which is our own, a pass also has masks after each of its drafts, so
+    that there are drafts after a wrong one.
     """
     text = _Text(logits_of, prompt, mask_id, stop_ids, choose)
     text.answer = text.following()
@@ -226,12 +231,17 @@ def introspective(
     while len(text.answer) < gen_length and text.stop_ids.isdisjoint(text.answer):
         text.history.append(list(text.answer))
         seed = text.answer.pop()
-        rows = [seed, *drafts, *[mask_id] * (stride - 1)]
-        chosen = text.following(rows)[1:]
+        masks = [mask_id] * (stride - 1)
+        chosen = text.following([seed, *drafts, *masks])[1:]
         verified, following = chosen[: len(drafts) + 1], chosen[len(drafts) + 1 :]
         num_right = 0
         while num_right < len(drafts) and drafts[num_right] == verified[num_right]:
             num_right += 1
+        if num_right < len(drafts):
+            following = []
+            if has_branches:
+                branch = [seed, *drafts[:num_right], *masks]
+                following = text.following(branch, is_pass=False)[num_right + 2 :]
         text.answer += [seed, *verified[: num_right + 1]]
-        drafts = following if num_right == len(drafts) else []
+        drafts = following
     return text.result(gen_length)

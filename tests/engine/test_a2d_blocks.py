@@ -39,10 +39,11 @@ from tests.engine.harness import (
     uncached,
 )
 from tests.engine.schedules import run_schedule
+from tests.pages import NO_PAGES
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import InvalidParameterError, ServerConfigError
 from vllm.diffusion.engine.scheduler.paging import Paging
-from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.step_graphs import buckets_of, fill
 from vllm.diffusion.engine.worker.warm_up import warm_up
 
 BLOCK = 8
@@ -248,6 +249,36 @@ def test_the_warm_up_captures_all_graphs(engine: Engine, monkeypatch: pytest.Mon
     needed = {buckets.find(batch) for batch in batches if batch.num_rows <= ROW_BUDGET}
     assert len(needed) > 3
     assert needed - {None} <= captured
+
+
+def test_a_graph_reads_the_grid_of_every_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of a row are in the inputs of a bucket, so one graph serves all grids."""
+    buckets = buckets_of(engine.runner.model.config)
+    batches = record(monkeypatch, engine.runner, "launch", lambda launched, _: launched.batch)
+    lengths = range(BLOCK, 2 * BLOCK)
+    engine.ask(*(ask(random_prompt(n, n), block_grid=grid) for n in lengths for grid in GRIDS))
+    checked = set()
+    for batch in batches:
+        bucket = buckets.find(batch)
+        assert bucket is not None and bucket.is_cached
+        inputs = bucket.inputs(NO_PAGES, 1000, has_blocks=True)
+        fill(inputs, batch)
+        ((layout,),) = inputs.layouts
+        columns = zip(layout.block_lengths, layout.firsts, layout.key_counts, strict=True)
+        for (index, _, first, stop), (block, start, num_keys) in zip(
+            batch.packing.sources, columns, strict=False
+        ):
+            item, window = batch.items[index], batch.packing.windows[index]
+            offset = item.params.block_offset(item.prompt_length)
+            for position in range(first, stop):
+                end = position + BLOCK - (position + offset) % BLOCK
+                key = start + position - first
+                read = min((key // block + 1) * block, num_keys) if block else num_keys
+                assert read == min(end, window.forward.num_keys)
+            checked.add(offset)
+    assert checked == set(range(BLOCK))
 
 
 PARIS = {"structured_outputs": {"choice": ["Paris", "London"]}}

@@ -29,11 +29,10 @@ from tests.engine.harness import (
 )
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.engine.scheduler.paging import Paging
-from vllm.diffusion.ops import dispatch
-from vllm_add_llada.cuda_kernels.fused_ops import Tiling
+from vllm.diffusion.ops import invariant
 
 INVARIANT: dict[str, Any] = {"dllm": {**DETERMINISTIC["dllm"], "batch_invariant": True}}
-WEIGHT_STD = 0.02
+WEIGHT_STD, FP8_SCALE = 0.02, 1 / 4000
 VOCABULARY = range(300, 30_000)  # ordinary tokens of all released models
 
 
@@ -107,12 +106,17 @@ def check_drafts(engine: Engine, asks: Sequence[Request], alone: Sequence[tuple[
 # ---- on the CPU, where products are computed row by row ----
 
 
-@pytest.mark.parametrize("family", ["mha", "gqa", "dream", "sdar", "nemotron"])
+@pytest.mark.parametrize("family", ["mha", "gqa", "dream", "sdar", "nemotron", "fp8"])
 def test_answers_do_not_depend_on_others(family: str, checkpoint: Callable[[str], Path]) -> None:
+    given: dict[str, Any] = {"max_num_seqs": 16, "additional_config": INVARIANT}
+    if family == "fp8":
+        family = "mha"
+        given |= {"quantization": "fp8"}
+        given["additional_config"] = {"dllm": {**INVARIANT["dllm"], "fp8_head": True}}
     asks, others = (
         requests(6, range(5, 200), most_prompt=40, seed=seed, family=family) for seed in (1, 2)
     )
-    with running(checkpoint(family), max_num_seqs=16, additional_config=INVARIANT) as engine:
+    with running(checkpoint(family), **given) as engine:
         alone = check_beside(engine, asks, others, (9,))
         if family != "nemotron":
             check_drafts(engine, asks, alone)
@@ -210,8 +214,7 @@ def test_the_mode_is_turned_on(
 @pytest.mark.parametrize(
     ("name", "given", "match"),
     [
-        ("mha", {"quantization": "int4"}, "with quantization int4; wanted none"),
-        ("mha", {"quantization": "fp8"}, "with quantization fp8; wanted none"),
+        ("mha", {"quantization": "int4"}, "with quantization int4; wanted none or fp8"),
         ("mha", {"enable_lora": True}, "with LoRA adapters; wanted none"),
         ("moe", {}, "with experts on the CPU; wanted a dense model, or a GPU"),
         ("mha", {"tensor_parallel_size": 2}, "with tensor_parallel_size above 1; wanted 1"),
@@ -238,9 +241,15 @@ def wide_engine(folder: Path, **settings: Any) -> Iterator[Engine]:
             for name, weight in engine.runner.model.named_parameters():
                 if weight.dim() > 1:
                     std = 1.0 if "embed_tokens" in name else WEIGHT_STD
-                    weight.normal_(std=std, generator=generator)
+                    drawn = torch.empty(weight.shape, device="cuda")
+                    scale = FP8_SCALE if weight.itemsize == 1 else 1.0
+                    drawn.normal_(std=std / scale, generator=generator)
+                    weight.copy_(drawn.clamp(-400, 400))
                 else:
                     weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            for name, scales in engine.runner.model.named_buffers():
+                if name.endswith("weight_scale"):
+                    scales.fill_(FP8_SCALE)
         yield engine
 
 
@@ -269,22 +278,19 @@ def test_pages_of_a_wide_model_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, "sdar", num_layers=2)
-    rows = {"max_num_batched_tokens": 48, "num_gpu_blocks_override": 8}
+    rows = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 8}
+    rows |= {"max_model_len": 256}
     with wide_engine(tmp_path, **rows) as engine:
         check_pages(engine, growing(VOCABULARY), monkeypatch)
 
 
 @pytest.mark.gpu
-def test_a_tiling_that_rows_choose_is_noticed(llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison fails if one weight's order depends on rows, as in the usual mode."""
-    unsplit = dispatch.unsplit_tiling
-
-    def by_rows(rows: int, columns: int, depth: int, **given: Any) -> Any:
-        if (columns, depth) == (4096, 12_288):
-            return Tiling(64, split=2) if rows <= 32 else None
-        return unsplit(rows, columns, depth, **given)
-
-    monkeypatch.setattr(dispatch, "unsplit_tiling", by_rows)
+def test_an_order_that_depends_on_rows_is_noticed(
+    llada: Path, monkeypatch: pytest.MonkeyPatch, cublas_workspace: None
+) -> None:
+    """With a workspace cuBLAS splits sums, and the comparison fails."""
+    monkeypatch.setattr(invariant, "allow_workspace", lambda *_: None)
+    monkeypatch.setattr(invariant, "check_order", lambda *_: None)
     asks = requests(10, VOCABULARY, most_prompt=8, seed=1)
     others = requests(63, VOCABULARY, most_prompt=600, seed=2)
     with (
@@ -295,10 +301,12 @@ def test_a_tiling_that_rows_choose_is_noticed(llada: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["dream", "sdar", "llada-moe", "llada2", "nemotron"])
+@pytest.mark.parametrize("family", ["dream", "sdar", "llada-moe", "llada2", "nemotron", "fp8"])
 def test_other_families_have_the_same_bits_beside_others(family: str, tmp_path: Path) -> None:
+    quantization = "fp8" if family == "fp8" else None
+    family = "llada" if family == "fp8" else family
     write_checkpoint(tmp_path, family, num_layers=2)
     asks = requests(9, VOCABULARY, most_prompt=200, seed=1, family=family)
     others = requests(31, VOCABULARY, most_prompt=400, seed=2, family=family)
-    with wide_engine(tmp_path, max_num_seqs=32) as engine:
+    with wide_engine(tmp_path, max_num_seqs=32, quantization=quantization) as engine:
         check_beside(engine, asks, others, (1, 31))

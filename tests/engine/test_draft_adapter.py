@@ -263,6 +263,14 @@ def test_masks_are_computed_with_the_adapter(modules: tuple[str, ...], tmp_path:
             assert forwards(answers) == [run.forwards for run in runs]
 
 
+def test_a_start_reads_the_sizes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "idlm")
+    add_adapter(folder, folder / "adapter")
+    reads = record(monkeypatch, draft_adapter, "sizes_of", lambda _, path: path)
+    with running(folder):
+        assert reads == [str(folder / "adapter")]
+
+
 def test_a_plain_qwen3_with_an_adapter(plain: tuple[Path, list[Response]], tmp_path: Path) -> None:
     folder = make_model(tmp_path / "qwen3")
     change_json(

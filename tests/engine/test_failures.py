@@ -317,6 +317,7 @@ def test_weights_that_are_no_numbers_are_told_of(
     asks = [
         Request(random_prompt(9), lengths),
         Request(random_prompt(7), {**lengths, "temperature": 1.0, "seed": 3}),
+        Request(random_prompt(7), {**lengths, "confidence_dtype": "float64"}),
         Request(random_prompt(5), {**lengths, "return_trajectory": True}, {"logprobs": 2}),
         *([] if family in ("sdar", "llada22") else [Request(random_prompt(8), {"score": score})]),
     ]

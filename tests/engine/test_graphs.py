@@ -239,12 +239,7 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     made = [canvas(n, r) for n, r in zip(lengths, ranges, strict=True)]
     batch = build_batch(made, 0, runner.caches.table)
     plan = runner.planner.plan(batch.shape)
-    inputs = ops.to_device(batch.inputs([[slice(0, batch.num_rows)]]), runner.device)
-    fresh = FreshBuffers(runner.device)
-    to_the_end = runner.graphs.buckets.find(batch).is_ended
-    where = fresh, fresh, runner.caches
-    eager = run_to_end(run_body(runner.model, inputs, plan, *where, to_the_end=to_the_end))
-    wanted = [tensor.clone() for tensor in (eager.x, *(eager.keys_values or ()))]
+    wanted = run_eagerly(runner, batch, plan)
     # Clear the pages, so that a replay must write the values that it reads.
     for layer in range(len(runner.model.layers)):
         runner.caches.keys(layer).fill_(torch.nan)
@@ -252,17 +247,85 @@ def check_replay(runner: Any, lengths: list[int], is_cached: bool) -> None:
     for _ in range(2):
         replayed = runner.graphs.run(batch, plan)
         assert replayed is not None
-        actual = (replayed.x, *(replayed.keys_values or ()))
-        for given, expected in zip(actual, wanted, strict=True):
-            rows, expected_rows = (
-                t.float().flatten(1) for t in (given[: batch.num_rows], expected)
-            )
-            errors = (rows - expected_rows).norm(dim=1) / expected_rows.norm(dim=1)
-            # Other kernels round differently, and a near-tie may send a row to another expert.
-            assert (errors < 2e-2).float().mean() > 0.9
-            assert errors.isfinite().all()
+        check_rows(replayed, wanted)
     for number in range(len(lengths)):
         runner.pages.release(str(number))
+
+
+def run_eagerly(runner: Any, batch: StepBatch, plan: Any) -> list[torch.Tensor]:
+    """Return what the graph of a batch returns, computed without a graph."""
+    inputs = ops.to_device(batch.inputs([[slice(0, batch.num_rows)]]), runner.device)
+    fresh = FreshBuffers(runner.device)
+    to_the_end = runner.graphs.buckets.find(batch).is_ended
+    where = fresh, fresh, runner.caches
+    eager = run_to_end(run_body(runner.model, inputs, plan, *where, to_the_end=to_the_end))
+    return [tensor.clone() for tensor in (eager.x, *(eager.keys_values or ()))]
+
+
+def check_rows(replayed: Any, wanted: list[torch.Tensor]) -> None:
+    actual = (replayed.x, *(replayed.keys_values or ()))
+    for given, expected in zip(actual, wanted, strict=True):
+        rows, expected_rows = (t.float().flatten(1) for t in (given[: len(expected)], expected))
+        errors = (rows - expected_rows).norm(dim=1) / expected_rows.norm(dim=1)
+        # Other kernels round differently, and a near-tie may send a row to another expert.
+        assert (errors < 2e-2).float().mean() > 0.9
+        assert errors.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("sdar", [{}]),
+        ("a2d_qwen3", [{"block_grid": "answer"}, {"block_grid": "start"}]),
+        ("idlm", [{"stride": 4, "draft_branches": "all"}]),
+    ],
+)
+def test_steps_of_blocks_are_replayed(
+    family: str,
+    parameters: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All steps of requests with pages, on any grid of blocks and with branches, have graphs."""
+    overrides = {"block_size": 8, "tie_word_embeddings": False} if family == "a2d_qwen3" else {}
+    folder = make_checkpoint(tmp_path, family=family, seed=3, dtype=torch.bfloat16, **overrides)
+    with running(folder, dtype="bfloat16", num_gpu_blocks_override=800) as engine:
+        runner, num_replays, num_items = engine.runner, 0, 0
+        replay = runner.graphs.run
+
+        def compared(batch: StepBatch, plan: Any) -> Any:
+            nonlocal num_replays, num_items
+            wanted = run_eagerly(runner, batch, plan)
+            clear_written(runner, batch)
+            replayed = replay(batch, plan)
+            assert replayed is not None
+            check_rows(replayed, wanted)
+            num_replays, num_items = num_replays + 1, max(num_items, len(batch.items))
+            return replayed
+
+        monkeypatch.setattr(runner.graphs, "run", compared)
+        for count in (1, 5):
+            engine.ask(
+                *(
+                    Request([3 + n] * length, {"gen_length": 24, "ignore_eos": True, **more})
+                    for n, length in enumerate(range(9, 9 + count))
+                    for more in parameters
+                )
+            )
+        assert num_replays > 10
+        assert family != "idlm" or num_items > 5 * len(parameters)
+
+
+def clear_written(runner: Any, batch: StepBatch) -> None:
+    """Clear the keys and values that a step writes, so that a replay must write them again."""
+    copies = batch.packing.copy_slots
+    slots = torch.from_numpy(
+        np.concatenate([batch.slot_mapping, *([] if copies is None else copies)])
+    ).to(runner.device)
+    for layer in range(len(runner.model.layers)):
+        runner.caches.keys(layer)[slots[slots >= 0]] = torch.nan
+        runner.caches.values(layer)[slots[slots >= 0]] = torch.nan
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from jsonschema import Draft202012Validator
 
 from tests.checkpoints import EOS_ID, EOT_ID, MASK_ID, random_prompt
 from tests.engine.cases import GUIDED, GUIDED_RULES, SCHEMA, guided_asks
-from tests.engine.harness import Engine, Request, refusal_error, running
+from tests.engine.harness import Engine, Request, record, refusal_error, running
+from vllm.diffusion.guided.language import Language
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 
 CHECK = Draft202012Validator(SCHEMA, format_checker=Draft202012Validator.FORMAT_CHECKER)
@@ -204,6 +205,17 @@ def test_a_text_is_repaired_until_it_matches(engine: Engine) -> None:
         for start, stop in ask.extra["pinned"]:
             given = ask.extra["canvas_token_ids"][start:stop]
             assert answer.token_ids[start:stop] in (given, [])
+
+
+def test_texts_with_the_same_format_share_its_language(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked = record(monkeypatch, Language, "unpacked", lambda language, _: language)
+    fields = {"gen_length": 16, "structured_outputs": {"regex": "a{3,5}share"}}
+    text = {"canvas_token_ids": [97, 97, 97, 98], "noise": 0}
+    answers = engine.ask(*[Request(random_prompt(9, n), {**fields, **text}) for n in range(3)])
+    assert all("share" in answer.text for answer in answers)
+    assert len(unpacked) == 1
 
 
 def test_a_text_that_matches_needs_no_forward(engine: Engine) -> None:

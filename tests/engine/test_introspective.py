@@ -26,12 +26,13 @@ from tests.engine.harness import (
     step,
     uncached,
 )
+from tests.pages import NO_PAGES
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.core.random_streams import CATEGORICAL
 from vllm.diffusion.engine.planning import demand_of
 from vllm.diffusion.engine.scheduler.paging import Paging
-from vllm.diffusion.engine.worker.step_graphs import buckets_of
+from vllm.diffusion.engine.worker.step_graphs import buckets_of, fill
 from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.memory import RuleMemory
 from vllm.diffusion.request import decision, fields
@@ -209,7 +210,7 @@ def test_edits_count_the_drafts_before_a_row(
 @pytest.fixture(scope="module")
 def roomy(folders: dict[str, Path]) -> Iterator[Engine]:
     """Start an engine that has pages for branches."""
-    with running(folders["flat"], num_gpu_blocks_override=600) as started:
+    with running(folders["flat"], num_gpu_blocks_override=800) as started:
         yield started
 
 
@@ -248,6 +249,79 @@ def test_branches_change_no_token(
         )
         assert max(actual["commit_steps"]) == actual["num_steps"] < plain["num_steps"]
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize("stride", [2, 4, 5])
+def test_rows_and_passes_with_branches(
+    stride: int, roomy: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass has stride x stride rows, and its drafts are those of the model at all its masks."""
+    logits_of = partial(causal, load_reference(folders["flat"]))
+    batches = record(monkeypatch, roomy.runner, "launch", lambda launched, _: launched.batch)
+    for number, length in enumerate((20, 3, 70, 33)):
+        more = {"prompt_seed": number, "temperature": 1.0, "seed": 5 + number, "stride": stride}
+        one = ask(length, draft_branches="all", **more)
+        wanted = causal_loops.introspective(
+            logits_of,
+            one.prompt,
+            gen_length=33,
+            mask_id=MASK_ID,
+            stride=stride,
+            has_branches=True,
+            choose=drawn(1.0, 5 + number),
+        )
+        (answer,) = roomy.ask(one)
+        assert answer.token_ids == wanted.answer
+        assert answer.num_forwards == wanted.forwards
+    rows = [batch.num_rows for batch in batches if len(batch.items) > 1]
+    assert set(rows) == {stride**2}
+    assert len(rows) > 20
+
+
+def test_graphs_store_the_keys_of_branches(roomy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of a bucket name every slot of every row, and none of an earlier step."""
+    buckets = buckets_of(roomy.runner.model.config)
+    batches = record(monkeypatch, roomy.runner, "launch", lambda launched, _: launched.batch)
+    asks = [ask(60 + n, prompt_seed=n, stride=4, draft_branches="all") for n in range(3)]
+    roomy.ask(*asks, *map(one_by_one, asks))
+    branched = max(batches, key=lambda batch: len(batch.items))
+    assert len(branched.items) == 6 + 9
+    bucket = buckets.find(branched)
+    assert bucket is not None and bucket.is_cached
+    inputs = bucket.inputs(NO_PAGES, 1000, has_blocks=True)
+    plain = next(b for b in reversed(batches) if b.packing.copy_slots is None)
+    for batch in (branched, plain):
+        fill(inputs, batch)
+        stored = {
+            (int(position), int(slot))
+            for slots in (inputs.slot_mapping, *inputs.copy_slots)
+            for position, slot in zip(inputs.positions, slots, strict=True)
+            if slot >= 0
+        }
+        needed = set()
+        for item, window in zip(batch.items, batch.packing.windows, strict=True):
+            first = window.first
+            if item.window.context is not None:
+                first = batch.packing.windows[batch.items.index(item.window.context)].first
+            own = item.window.cache.slots[first : window.stop].tolist()
+            needed |= set(zip(range(first, window.stop), own, strict=True))
+        assert stored == needed
+
+
+def test_branches_only_in_steps_of_few_rows(roomy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stride of 4, all of eight requests have branches, and never all of nine."""
+    batches = record(monkeypatch, roomy.runner, "launch", lambda launched, _: launched.batch)
+    for count, most in ((8, 128), (9, 127)):
+        asks = [ask(5, prompt_seed=n, seed=n, temperature=1.0, stride=4) for n in range(count)]
+        roomy.ask(*(Request(a.prompt, {**a.extra, "draft_branches": "all"}) for a in asks))
+        rows = [
+            batch.num_rows
+            for batch in batches
+            if len(batch.items) > len({item.req_id for item in batch.items}) == count
+        ]
+        assert max(rows, default=0) <= most
+        assert count > 8 or max(rows) == most
+        del batches[:]
 
 
 @pytest.mark.parametrize("branches", ["last", "all"])

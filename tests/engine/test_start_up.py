@@ -15,18 +15,30 @@ import pytest
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+import flash_sample
+import vmm_allocator
 from tests.checkpoints import make_case
 from tests.engine.harness import Engine, engine_config, logged
+from tests.programs import ROOT
 from vllm.diffusion import __version__
 from vllm.diffusion.api.server import welcome
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.worker import status
 from vllm.diffusion.engine.worker.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
-from vllm.diffusion.ops.rooms import BUILD, Room, rooms
+from vllm.diffusion.ops.build_stamp import stamp_of
+from vllm.diffusion.ops.rooms import BUILD, Room, check_builds, rooms
 from vllm.diffusion.process import log_filter
+from vllm_add_llada.cuda_kernels import fused_ops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOMS = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")
+# Native packages with a compiled module.
+EXTENSIONS: dict[str, Any] = {
+    "flash_sample": flash_sample,
+    "fused_ops": fused_ops,
+    "vmm_allocator": vmm_allocator,
+}
 
 
 # ---- hardware ----------------------------------------------------------------------------------
@@ -66,6 +78,23 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
         "attention: sdpa, flash3, split",
         "CUDA graphs: captured before the first request",
     ]
+
+
+@pytest.mark.parametrize("stale", EXTENSIONS)
+def test_a_module_of_another_version_is_refused(
+    stale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, package in EXTENSIONS.items():
+        folder = Path(package.__file__).parent.relative_to(ROOT)
+        stamp = stamp_of(ROOT, str(folder))
+        monkeypatch.setattr(package, "is_built", lambda: True)
+        monkeypatch.setattr(package, "build_stamp", lambda s=stamp, n=name: s - (n == stale))
+    assert [room.name for room in rooms() if room.is_stale] == [stale]
+    line = f"{stale}: given a compiled module of another version; wanted one of these sources: "
+    with pytest.raises(ServerConfigError, match=line):
+        check_builds()
+    monkeypatch.setattr(EXTENSIONS[stale], "is_built", lambda: False)
+    check_builds()
 
 
 def test_other_cards_are_told_what_multiplies() -> None:

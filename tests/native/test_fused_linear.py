@@ -15,8 +15,6 @@ ERROR = 6e-3  # norm of the error over that of the result: fp32 sums, then one r
 
 # Every tiling for few rows: a number of columns and a depth that it divides, and its maximum rows.
 SKINNY = [
-    (Tiling(32), 4096, 256, 64),
-    (Tiling(48), 6144, 256, 64),
     (Tiling(96), 12288, 256, 64),
     (Tiling(64, split=2), 4096, 384, 192),
     (Tiling(96, split=2), 6144, 128, 128),
@@ -149,3 +147,17 @@ def test_arguments_of_fused_linear_are_checked(changes, message):
     arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(6, 8)}
     with pytest.raises(ValueError, match=message):
         fused_linear(**(arguments | changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [12_288, 768])
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_gated_tilings_have_one_order(generator, width, scale):
+    x = torch.randn(300, 4096, generator=generator).to("cuda", torch.bfloat16)
+    weight = torch.randn(2 * width, 4096, generator=generator).to("cuda", torch.bfloat16) * scale
+    tilings = [Tiling(192, rows=128), Tiling(192, rows=256), Tiling(192), Tiling(96)]
+    options = {"epilogue": Epilogue.SILU_MUL}
+    wanted = fused_linear(x, weight, tiling=tilings[0], **options)
+    for tiling, most in zip(tilings, (300, 300, 128, 64), strict=True):
+        found = fused_linear(x[:most], weight, tiling=tiling, **options)
+        assert torch.equal(found.view(torch.int16), wanted[:most].view(torch.int16))

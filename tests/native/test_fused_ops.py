@@ -295,6 +295,37 @@ def test_rotation_keeps_keys_and_values(
     assert num_kept == 0 or not torch.equal(caches, pool)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 64), (128, 128), (18, 18)])
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_rotation_keeps_copies(generator, device, has_norm, head_dim, rotary_dim, slot_dtype):
+    """Further slots of a row receive the same bits, up to its first negative one."""
+    fused = random(generator, 13, 4 + 2 * 2, head_dim, dtype=torch.bfloat16, device=device)
+    pool = random(generator, 2, 64, 2, head_dim, dtype=torch.bfloat16, device=device)
+    angles = random(generator, 13, rotary_dim, device=device)
+    gains = random(generator, 2, head_dim, dtype=torch.bfloat16, device=device)
+    numbers = torch.randperm(64, generator=generator)[: 4 * 9].view(4, 9).to(device, slot_dtype)
+    numbers[:, 0] = -1  # a row without a slot
+    for row in range(1, 9):
+        numbers[1 + row % 4 :, row] = -1
+    results = []
+    for copies in (None, numbers[1:]):
+        product, caches = fused.clone(), pool.clone()
+        q, k, v = product.split((4, 2, 2), dim=1)
+        kept = fused_ops.Kept(v, *caches, numbers[0], copies)
+        if has_norm:
+            fused_ops.norm_rotary(q, k, *gains, 1e-6, angles.cos(), angles.sin(), kept)
+        else:
+            fused_ops.apply_rotary(q, k, angles.cos(), angles.sin(), kept)
+        if copies is None:
+            for slots in numbers[1:]:
+                fused_ops.store_keys_values(k[-9:], v[-9:], *caches, slots)
+        results.append((product, caches))
+    (product, caches), (found_product, found_caches) = results
+    assert torch.equal(found_product, product) and torch.equal(found_caches, caches)
+
+
 @pytest.mark.gpu
 def test_rotation_keeps_many_rows(generator):
     """A step of many windows uses another launch than a step of few rows."""
@@ -500,6 +531,11 @@ def kept(v, slots):
             "apply_rotary",
             (*BOTH, *TABLES, kept(HEADS, SLOTS.repeat(2))),
             r"slots .*got \[8\]",
+        ),
+        (
+            "apply_rotary",
+            (*BOTH, *TABLES, kept(HEADS, SLOTS)._replace(copies=SLOTS)),
+            r"copies .*int64 \[any, 4\]",
         ),
         ("apply_rotary", (*BOTH, *TABLES, kept(HEADS[:3], SLOTS)), r"v .*\[4, 2, 8\]"),
         ("silu_mul", (torch.zeros(2, 3),), r"gate_up must be \[R, 2M\]"),

@@ -35,31 +35,6 @@ for number, shape in enumerate(TOP_SHAPES):
         check_top(found, reference(whole, given, weight, **masks))
 """
 
-ORDERED_GEMM = """
-import torch
-from gather_gemm import OrderedConfig, ordered, ordered_gemm
-from tests.native.support import relative_error
-reference, ordered.reference = ordered.reference.ordered_gemm, None  # the kernel must not need it
-generator = torch.Generator().manual_seed(5)
-for number, shape in enumerate(((1, 16, 16), (17, 40, 72), (33, 72, 256), (5, 32, 128))):
-    dtype, limit = ((torch.float32, 1e-6), (torch.float16, 1e-3))[number % 2]
-    num_rows, num_columns, depth = shape
-    x, weight, out = (
-        torch.randn(size, generator=generator).to(dtype)
-        for size in ((num_rows, depth), (num_columns, depth), (num_rows, num_columns))
-    )
-    for bias in (None, weight[:, 0].contiguous()):
-        for adds in (False, True):
-            given = {"bias": bias, "adds": adds}
-            wanted = reference(x, weight, out.clone(), **given)
-            found = [
-                ordered_gemm(x, weight, out.clone(), **given, config=OrderedConfig(*tile, 4, 2))
-                for tile in ((16, 32), (32, 16))
-            ]
-            assert torch.equal(*found)
-            assert relative_error(found[0], wanted.double()) < limit
-"""
-
 GROUPED_GEMM = """
 import torch
 from gather_gemm import grouped
@@ -143,7 +118,6 @@ check_low_rank(generator, [(1, 5), (0, 20)], ranks, torch.float16, "cpu", 16, 2,
 PROGRAMS = {
     "gather_gemm": GATHER_GEMM,
     "grouped_gemm": GROUPED_GEMM,
-    "ordered_gemm": ORDERED_GEMM,
     "low_rank": LOW_RANK,
     "routing": ROUTING,
     "split_attention": "from tests.models.split_kernel import run_split as r; r()",

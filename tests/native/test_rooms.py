@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ROOT, add_program, run, run_python
+from vllm.diffusion.ops.build_stamp import stamp_of
 
 ROOMS = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
 ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # folders on the path
@@ -171,6 +172,8 @@ def test_rooms_can_be_left_out(tmp_path):
     assert one_left.stderr.strip().splitlines()[-1].startswith("vmm_allocator: nvcc not found")
 
 
+STAMP = "vllm/diffusion/ops/build_stamp.py"
+
 # This replaces nvcc: it records its arguments and "compiles" by copying.
 COMPILER = """
 import os, pathlib, re, sys
@@ -209,7 +212,8 @@ def checkout(tmp_path):
     (room / "arena.h").write_text("// 1\n")
     (room / "arena.cpp").write_text('#include "arena.h"\n')
     (room / "driver.cpp").write_text("// a source without a header\n")
-    for name in ("setup.py", "vmm_allocator/setup.py"):
+    (root / "vllm/diffusion/ops").mkdir(parents=True)
+    for name in ("setup.py", "vmm_allocator/setup.py", STAMP):
         shutil.copy(ROOT / name, root / name)
     compiler = tmp_path / "cuda" / "bin" / "nvcc"
     add_program(compiler, f"#!{sys.executable}\n{COMPILER}")
@@ -248,6 +252,23 @@ def test_only_what_is_out_of_date_is_made_again(checkout, folder):
     assert build(folder)[1] == [] and module_of(root).exists()
     left = {path.name for path in (root / "vmm_allocator").iterdir()} - {"__pycache__"}
     assert left == {"arena.h", "arena.cpp", "driver.cpp", "setup.py", module_of(root).name}
+
+
+def test_bindings_have_the_stamp_of_their_interface(checkout):
+    root, build = checkout
+    (root / "vmm_allocator" / "bindings.cpp").write_text("// bindings\n")
+    stamps = []
+    for text in ("// 1\n", "// 2\n"):
+        (root / "vmm_allocator" / "arena.h").write_text(text)
+        assert "bindings.cpp" in build()[1]
+        (file,) = (root / "build" / "native").rglob("build.ninja")
+        stamps += map(int, re.findall(r"-DBUILD_STAMP=(\d+)", file.read_text()))
+        assert stamps[-1] == stamp_of(root, "vmm_allocator")
+    assert len(set(stamps)) == 2
+    (root / "vmm_allocator" / "driver.cpp").write_text("// changed\n")
+    assert build()[1] == ["driver.cpp", "link"]
+    (root / "vmm_allocator" / "bindings.cpp").unlink()
+    assert stamp_of(root, "vmm_allocator") is None  # a wheel has no sources
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,8 @@ def on_two_ranks(
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))
     for mine, others in zip(first, second, strict=True):
-        assert torch.equal(mine, others)  # all ranks have the same result
+        # All ranks have the same result.
+        torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
     return first
 
 
@@ -474,6 +475,23 @@ def test_two_ranks_choose_as_one(
     actual = sharded(logits, part, boundary, monkeypatch)
     assert actual[0].tolist() == wanted[0].tolist()
     torch.testing.assert_close(actual[1].double(), wanted[1], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"confidence_dtype": "float64"}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scores_of_rows_without_numbers(
+    ranks: int, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of -inf has the score zero, and one with NaN has NaN, so that the request fails."""
+    logits = torch.zeros(4, NUM_COLUMNS)
+    logits[0], logits[1, 2], logits[2, 30] = -torch.inf, torch.nan, torch.inf
+    part = group([0, 1, 2, 3], **parameters)
+    if ranks == 1:
+        _, scores, _ = chosen(logits, part)
+    else:
+        _, scores = sharded(logits.clone(), part, 17, monkeypatch)
+    assert scores[0] == 0 and scores[1].isnan() and scores[2].isnan()
+    assert scores[3] == pytest.approx(1 / NUM_COLUMNS)
 
 
 def test_ties_across_ranks_go_to_the_lowest_token(monkeypatch: pytest.MonkeyPatch) -> None:

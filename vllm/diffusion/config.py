@@ -19,6 +19,7 @@ from vllm.diffusion.core.errors import (
     ModelConfigError,
     ServerConfigError,
 )
+from vllm.diffusion.core.quantisation import Fp8Scheme, scheme_of
 from vllm.diffusion.guided.guides import Guides
 from vllm.diffusion.guided.language import Ends
 from vllm.diffusion.guided.vocabulary import vocabulary_of
@@ -187,9 +188,10 @@ def _check_invariant(vllm_config: VllmConfig) -> None:
         capability = tuple(version or (0, 0))
     has_experts = bool(model.hf_config.architecture.expert_layers)
     fp8 = server_settings(vllm_config.additional_config).get("attention_dtype")
+    scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
+    is_known = model.quantization is None or isinstance(scheme, Fp8Scheme)
     refused = (
-        (model.quantization is not None, f"quantization {model.quantization}", "none"),
-        (settings.fp8_head, "fp8_head", "none"),
+        (not is_known, f"quantization {model.quantization}", "none or fp8"),
         (fp8 == "fp8", "attention_dtype fp8", "model"),
         (vllm_config.lora_config is not None, "LoRA adapters", "none"),
         (family is not None and family.is_open, "a model without a mask token", "another model"),

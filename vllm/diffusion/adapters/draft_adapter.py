@@ -8,7 +8,7 @@ It has a slot of its own, after the slots of the requests' adapters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,23 +43,14 @@ class DraftAdapter:
 
     path: str
 
-    @cached_property
+    @property
     def sizes(self) -> Sizes:
         """Its rank and modules.
 
         Raises:
             ServerConfigError: it has another format, or changes other modules.
         """
-        try:
-            sizes = sizes_of(self.path)
-        except AdapterError as error:
-            raise ServerConfigError(f"{SETTING}: given {self.path}: {error}") from None
-        if not sizes.modules or not set(sizes.modules) <= set(MODULES):
-            raise ServerConfigError(
-                f"{SETTING}: given target_modules [{', '.join(sizes.modules)}]; "
-                f"wanted some of {', '.join(MODULES)}"
-            )
-        return sizes
+        return _sizes_in(self.path)
 
     def read(self, config: Any, dtype: torch.dtype) -> Adapter:
         """Return its tensors for the model of a configuration.
@@ -87,6 +78,21 @@ def draft_adapter_in(checkpoint: str, folder: str, revision: str | None) -> Draf
         path = _downloaded(checkpoint, folder, revision)
     path /= folder
     return DraftAdapter(str(path)) if (path / CONFIG).is_file() else None
+
+
+@cache
+def _sizes_in(path: str) -> Sizes:
+    """Return `DraftAdapter.sizes`; several parts of a start need them."""
+    try:
+        sizes = sizes_of(path)
+    except AdapterError as error:
+        raise ServerConfigError(f"{SETTING}: given {path}: {error}") from None
+    if not sizes.modules or not set(sizes.modules) <= set(MODULES):
+        raise ServerConfigError(
+            f"{SETTING}: given target_modules [{', '.join(sizes.modules)}]; "
+            f"wanted some of {', '.join(MODULES)}"
+        )
+    return sizes
 
 
 @cache

@@ -193,11 +193,14 @@ class KeyTarget(NamedTuple):
     Attributes:
         k, v: [N, KV, hd], buffers of the store, which are written.
         slots: [S] int64, the store's row for each of the last S rows; negative to skip a row.
+        copies: [C, S] int64, further rows of the store for the same keys and values; the first
+            negative entry of a row ends them.
     """
 
     k: Tensor
     v: Tensor
     slots: Tensor
+    copies: Tensor | None = None
 
 
 class KeySource(NamedTuple):

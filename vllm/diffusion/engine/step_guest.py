@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 class ItemWindow(Protocol):
-    """The sequences of an item and their cached keys and values, as in `ForwardWindow`."""
+    """The sequences of an item and their cached keys and values, as in `ForwardWindow`.
+
+    `context` is another item of the step that computes the last keys before this item's window, in
+    rows that are not part of a tail. They are stored in the pages of both. None for no such item.
+    """
 
     @property
     def cache(self) -> KeptSequence | None: ...
@@ -41,6 +45,8 @@ class ItemWindow(Protocol):
     def num_sequences(self) -> int: ...
     @property
     def has_fp8_attention(self) -> bool: ...
+    @property
+    def context(self) -> BatchItem | None: ...
 
 
 class BatchItem(Protocol):

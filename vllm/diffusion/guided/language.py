@@ -9,8 +9,10 @@ pairs (set, state).
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -185,6 +187,25 @@ class Language:
 
 
 _NAMES = tuple(field.name for field in fields(Language))
+
+# Maximum bytes of the languages that a process caches.
+_MAX_BYTES = 256 << 20
+# By packed form, in the order of their last use.
+_languages: OrderedDict[bytes, Language] = OrderedDict()
+_lock = Lock()
+
+
+def language_from(packed: bytes) -> Language:
+    """Return a language from its packed form; recently used languages are cached."""
+    with _lock:
+        language = _languages.get(packed)
+    language = language or Language.unpacked(packed)
+    with _lock:
+        _languages[packed] = language
+        _languages.move_to_end(packed)
+        while len(_languages) > 1 and sum(x.num_bytes for x in _languages.values()) > _MAX_BYTES:
+            _languages.popitem(last=False)
+    return language
 
 
 def over_tokens(

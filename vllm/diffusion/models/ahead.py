@@ -39,8 +39,6 @@ _HEAD_ROWS = (16, 32, 64, 128)
 _EXPERT_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Row counts for which the products of LoRA adapters have other tiles, or parts of their sums.
 _ADAPTED_ROWS = (16, 160, 256, 512, 1024, 2048, 4096)
-# Row counts for which the products of a batch-invariant engine have other tiles.
-_INVARIANT_ROWS = (1, 17, 33, 65, 129, 193, 257, 512, 1024)
 # Maximum keys of a sequence. Few keys are not split.
 _ATTENDED_KEYS = (64, 4096)
 
@@ -93,17 +91,6 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
             yield functools.partial(layer.mlp_stage.feed_forward, x, FreshBuffers(device))
     if model.adapting is not None:
         yield from _adapter_calls(model)
-    if model.is_batch_invariant:
-        yield from _invariant_calls(model)
-
-
-def _invariant_calls(model: DiffusionModel) -> Iterator[Callable[[], object]]:
-    """Yield calls of the products in one order, one for each weight and each tile."""
-    layer = model.layers[0]
-    for projection in (*layer.attention.products, *layer.mlp_stage.products):
-        assert isinstance(projection, ops.InvariantProjection)
-        for rows in _INVARIANT_ROWS:
-            yield functools.partial(projection.rehearse, rows)
 
 
 def _adapter_calls(model: DiffusionModel) -> Iterator[Callable[[], object]]:

@@ -27,7 +27,13 @@ from vllm.diffusion.ops.experts import (
     route_rows,
 )
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
-from vllm.diffusion.ops.invariant import InvariantProjection, is_invariant, make_invariant
+from vllm.diffusion.ops.invariant import (
+    InvariantFp8Projection,
+    InvariantProjection,
+    allow_workspace,
+    is_invariant,
+    make_invariant,
+)
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
     kind_of,
@@ -96,6 +102,7 @@ __all__ = [
     "Fp8Projection",
     "GraphInputs",
     "HostCopy",
+    "InvariantFp8Projection",
     "InvariantProjection",
     "Kept",
     "LowRank",
@@ -121,6 +128,7 @@ __all__ = [
     "Workspace",
     "add_experts",
     "align_ranks",
+    "allow_workspace",
     "apply_rotary",
     "attention",
     "candidates",

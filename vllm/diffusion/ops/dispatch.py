@@ -72,12 +72,6 @@ _MIN_TILE_USE = 0.9
 _STEP_DEPTH = 64
 _PORTABLE_ROWS = 256  # rows of the kernels for every GPU
 
-# Tilings that do not split the depth, with their maximum rows: sums of one order for engines that
-# are batch invariant.
-_UNSPLIT = (_Skinny(Tiling(32), 64), _Skinny(Tiling(48), 64), _Skinny(Tiling(96), 64))
-_UNSPLIT_STORED = (*_UNSPLIT, _Skinny(Tiling(192), 128))
-MAX_MEASURED_ROWS = 8_192  # rows up to which `_CUBLAS_RANGES` was measured
-
 _HEAD_COLUMNS = 65_536  # minimum columns of an output matrix
 _HEAD_ROWS = 64  # rows of an output product above which cuBLAS is faster than Triton
 # Rows of an output product above which storing the logits and then sampling is faster.
@@ -100,19 +94,6 @@ class KernelTier(Enum):
     HOPPER = "kernels"
     PORTABLE = "portable kernels"
     NONE = "reference"
-
-
-class _CublasRange(NamedTuple):
-    """Products for which cuBLAS does not split the depth, as measured."""
-
-    min_columns: int
-    max_depth: int
-    min_rows: int
-
-
-# cuBLAS splits the depth where its tiles would leave multiprocessors idle. For 4096 x 12288 it does
-# so with 256 rows, but not with 192 or 384, so deep and narrow weights are left out.
-_CUBLAS_RANGES = (_CublasRange(6_144, 4_096, 1),)
 
 
 class DeviceInfo(NamedTuple):
@@ -185,24 +166,6 @@ def _tiling(
     return tiling
 
 
-def unsplit_tiling(
-    num_rows: int, num_columns: int, depth: int, *, adds: bool, card: DeviceInfo
-) -> Tiling | None:
-    """Return a tiling of `fused_linear` that sums from low to high depth, or None if none is fast.
-
-    It is the narrowest one whose blocks the GPU computes at a time. `adds` states whether the
-    product is added to its target.
-    """
-    if card.tier is not KernelTier.HOPPER:
-        return None
-    for candidate in _UNSPLIT if adds else _UNSPLIT_STORED:
-        columns = candidate.tiling.columns
-        is_whole = num_columns % columns == 0 and depth % _STEP_DEPTH == 0
-        if is_whole and num_columns // columns <= card.multiprocessors:
-            return candidate.tiling if 0 < num_rows <= candidate.max_rows else None
-    return None
-
-
 def unsplit_gated_tiling(
     num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo
 ) -> Tiling | None:
@@ -215,14 +178,6 @@ def unsplit_gated_tiling(
         return None
     tiling = linear_tiling(num_rows, num_columns, depth, gated=True, card=card)
     return _GATED[-1] if tiling is None else tiling
-
-
-def unsplit_cublas_rows(num_columns: int, depth: int) -> int | None:
-    """Return the rows from which cuBLAS sums from low to high depth; None if it may split it."""
-    for some in _CUBLAS_RANGES:
-        if num_columns >= some.min_columns and depth <= some.max_depth:
-            return some.min_rows
-    return None
 
 
 def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:

@@ -31,14 +31,16 @@ def most_likely(
         dtype: precision of the softmax.
 
     Returns:
-        token [R] int64 (the lowest id among equals) and probability [R] in `dtype`.
+        token [R] int64 (the lowest id among equals) and probability [R] in `dtype`: zero in a row
+        of -inf, and NaN in a row with NaN or +inf.
     """
     local = _local_columns(excluded, first_column, logits.shape[1])
     if not whole_rows:
         return _most_likely_sharded(logits, noisy, first_column, local, dtype)
     token = noisy.argmax(dim=-1)
-    probabilities = torch.softmax(without_columns(logits, local).to(dtype), dim=-1)
-    return token, probabilities.gather(1, token[:, None])[:, 0].nan_to_num(0.0)
+    kept = without_columns(logits, local).to(dtype)
+    probability = torch.softmax(kept, dim=-1).gather(1, token[:, None])[:, 0]
+    return token, probability.masked_fill(kept.amax(dim=-1) == -torch.inf, 0.0)
 
 
 def negative_entropy(
@@ -108,4 +110,4 @@ def _most_likely_sharded(
     chosen = ranks[:, :, 2].gather(1, winner)[:, 0]
     top, total = whole_softmax(kept)
     probability = torch.exp(chosen - top[:, 0]) / total[:, 0]
-    return token, probability.nan_to_num(0.0).to(dtype)
+    return token, probability.masked_fill(top[:, 0] == -torch.inf, 0.0).to(dtype)

@@ -235,11 +235,7 @@ class Fp8Projection(Projection):
             return
         gate_up = stages.gate_up(self._dtype, num_columns).take(scratch, num_rows)
         scales: tuple[Tensor, ...] = ()
-        if (
-            self._uses_cublas
-            and self._bias is None
-            and dispatch.should_scale_gate_separately(num_rows)
-        ):
+        if self._scales_gate_separately(num_rows):
             self._multiply(x, self._weight, gate_up)
             scales = (x.scales, self._scales)
         else:
@@ -289,6 +285,11 @@ class Fp8Projection(Projection):
     def _part(self, features: slice) -> tuple[Tensor, Tensor | None]:
         """Return columns of the weight, and the bias if the columns include the first."""
         return self._weight[:, features], None if features.start else self._bias
+
+    def _scales_gate_separately(self, num_rows: int) -> bool:
+        """Return whether a gated product is stored without scales, which are applied with silu."""
+        is_plain = self._uses_cublas and self._bias is None
+        return is_plain and dispatch.should_scale_gate_separately(num_rows)
 
     def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
         """Return whether cuBLAS adds a product to x itself, without a separate pass over memory."""

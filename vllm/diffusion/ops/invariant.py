@@ -1,54 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of engines that are batch invariant: no row's result depends on other rows.
 
-Every sum has one order, from low to high depth. Several kernels have that order, and rows only
-decide which of them runs. docs/batch_invariance.md explains the whole mode.
+cuBLAS multiplies, as in other engines. The number of rows changes its order of a sum in two cases
+only: if it splits the sum, which needs a workspace, and if there are very few rows. So these
+engines give cuBLAS no workspace, and multiply at least `MIN_ROWS` rows.
+docs/batch_invariance.md explains the whole mode.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gather_gemm import has_ordered, ordered_gemm
 from vllm.diffusion.core import stages
+from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.fp8 import Fp8Projection
 from vllm.diffusion.ops.projection import (
     ALL,
-    WEIGHTS_ARE_CONSTANT,
-    Projection,
+    PlainProjection,
     ProjectionKind,
     WeightSpec,
     Workspace,
 )
-from vllm_add_llada.cuda_kernels.fused_ops import (
-    Epilogue,
-    fused_linear,
-    has_fused_linear,
-    silu_mul,
-)
+from vllm_add_llada.cuda_kernels.fused_ops import FP8, Epilogue, QuantisedRows, rescale
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
     from torch import Tensor
 
     from vllm.diffusion.core.buffers import Buffers
-    from vllm.diffusion.ops.projection import ParallelLayer
+    from vllm.diffusion.ops.projection import ParallelLayer, Projection
+    from vllm_add_llada.cuda_kernels.fused_ops import Tiling
 
+    # Writes the product of rows with some columns of a weight, or adds it.
+    Multiply: TypeAlias = Callable[[Tensor, Tensor], object]
+
+MIN_ROWS = 16  # with fewer rows cuBLAS may choose kernels with another order
+MAX_ROWS = 8192  # rows up to which the order was measured
 _MARK = "_is_batch_invariant"
-# Rows with which `cublas_order` checks cuBLAS, in addition to the least: both sides of its tiles.
-_MORE_ROWS = (0, 1, 15, 16, 63, 64, 65, 128, 192, 257, 513, 769, 1024, 2000, 3072, 4096, 7000)
-_MAX_CHECKED = 1 << 27  # numbers of a product that is checked
+# cuBLAS reads the first variable when a handle gets its workspace, cuBLASLt the second one at each
+# call.
+_NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+# Rows with which a product is checked: both sides of the sizes of tiles.
+_CHECKED_ROWS = (1, 15, 16, 17, 33, 63, 64, 65, 128, 129, 193, 257, 385, 513, 769, 1025, 2000)
+_MAX_CHECKED_ROWS = 4096
+_MAX_NUMBERS = 1 << 27  # numbers of a product that is checked
+_PART = 1024  # columns of a part that is checked, such as the keys and values of few heads
 
 
 def make_invariant(model: torch.nn.Module) -> None:
     """Mark all modules of a model, before it is loaded, as parts of a batch-invariant engine."""
+    allow_workspace(False)
     for module in model.modules():
         vars(module)[_MARK] = True
+
+
+def allow_workspace(is_allowed: bool) -> None:
+    """Allow cuBLAS a workspace in this process from now on, or forbid it so that no sum is split.
+
+    If it is allowed, it has PyTorch's default size.
+    """
+    for name, value in _NO_WORKSPACE.items():
+        if is_allowed:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def is_invariant(module: torch.nn.Module) -> bool:
@@ -56,171 +83,218 @@ def is_invariant(module: torch.nn.Module) -> bool:
     return getattr(module, _MARK, False)
 
 
-class CublasOrder(NamedTuple):
-    """Products of a matrix that cuBLAS sums from low to high depth.
+class _FewRows(NamedTuple):
+    """Memory for products of fewer than `MIN_ROWS` rows, which all weights of a shape share.
 
     Attributes:
-        min_rows: rows from which it does; None for no number of rows.
-        adds: whether it also adds the product to its target with one rounding.
+        x: [MIN_ROWS, depth], zeros in unused rows.
+        out: [MIN_ROWS * columns].
     """
 
-    min_rows: int | None = None
-    adds: bool = False
+    x: Tensor
+    out: Tensor
+
+    def multiply(self, multiply: Multiply, x: Tensor, out: Tensor, *, adds: bool) -> None:
+        """Multiply rows x, filled up with others, and write the product of these rows to `out`."""
+        num_rows, columns = out.shape
+        product = self.out[: MIN_ROWS * columns].view(MIN_ROWS, columns)
+        self.x[:num_rows].copy_(x)
+        if adds:
+            product[:num_rows].copy_(out)
+        multiply(self.x, product)
+        out.copy_(product[:num_rows])
 
 
-class InvariantProjection(Projection):
+@functools.cache
+def _few_rows(
+    columns: int, depth: int, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
+) -> _FewRows:
+    x = torch.zeros(MIN_ROWS, depth, device=device)
+    return _FewRows(x.to(dtype), torch.zeros(MIN_ROWS * columns, dtype=out_dtype, device=device))
+
+
+def multiply_rows(
+    multiply: Multiply, x: Tensor, out: Tensor, few_rows: _FewRows, *, adds: bool = False
+) -> None:
+    """Multiply rows x [R, depth] with numbers of rows for which the order is known.
+
+    Args:
+        multiply: writes a product, or adds it if `adds`. On a CPU it gets one row at a time.
+        out: [R, columns], written.
+    """
+    num_rows = len(x)
+    if num_rows == 0:
+        return
+    if num_rows < MIN_ROWS and x.is_cuda:
+        few_rows.multiply(multiply, x, out, adds=adds)
+        return
+    count = ceil(num_rows / MAX_ROWS) if x.is_cuda else num_rows
+    for some, target in zip(x.tensor_split(count), out.tensor_split(count), strict=True):
+        multiply(some, target)
+
+
+class InvariantProjection(PlainProjection):
     """Projection with an unquantised matrix, whose sums have one order for any number of rows.
 
-    Only whole sums have the order, so parts of the depth cannot be multiplied apart.
+    A sum is rounded, and then added to the residual stream, as cuBLAS does.
+    """
+
+    can_slice = False  # parts of the depth have other sums
+
+    def __init__(self, layer: ParallelLayer) -> None:
+        super().__init__(layer)
+        weight = self._weight
+        self._few_rows = _few_rows(*weight.shape, weight.dtype, weight.dtype, weight.device)
+        check_order(self, weight, weight.dtype)
+
+    @classmethod
+    def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
+        if use is not ProjectionKind.GATED:
+            return super().workspace(use, matrix)
+        gate_up = stages.gate_up(matrix.dtype, matrix.columns)
+        return Workspace((gate_up,), matrix.most_stored_rows(dispatch.unsplit_gated_tiling))
+
+    @classmethod
+    def _tiling(cls, x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:
+        """Return a tiling that sums in cuBLAS's order; one for all numbers of rows if gated."""
+        if epilogue is not Epilogue.SILU_MUL:
+            tiling = super()._tiling(x, weight, epilogue)
+            return tiling if epilogue is Epilogue.STORE and _is_whole(tiling) else None
+        return dispatch.unsplit_gated_tiling(len(x), *weight.shape, card=dispatch.card_of(x.device))
+
+    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        multiply_rows(partial(_multiply_plain, weight, bias), x, out, self._few_rows)
+
+    def _add(self, x: Tensor, h: Tensor, weight: Tensor) -> None:
+        multiply_rows(partial(_add_plain, weight), h, x, self._few_rows, adds=True)
+
+
+def _is_whole(tiling: Tiling | None) -> bool:
+    """Whether a kernel with this tiling does not split sums."""
+    return tiling is not None and tiling.split == 1
+
+
+def _multiply_plain(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_plain(weight: Tensor, x: Tensor, out: Tensor) -> None:
+    out.addmm_(x, weight.t())
+
+
+class InvariantFp8Projection(Fp8Projection):
+    """Projection with an fp8 matrix, whose sums have one order for any number of rows.
+
+    cuBLAS stores products without scales. A kernel that works on each number alone applies them.
     """
 
     can_slice = False
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
-        weight: Tensor = layer.weight
-        self._weight, self._cublas = weight, CublasOrder()
-        if not weight.is_cuda:
-            return
-        columns, depth = weight.shape
-        if not has_ordered(weight, weight):
-            raise ServerConfigError(
-                f"batch_invariant: given a matrix of {weight.dtype} {[columns, depth]}; "
-                "wanted bfloat16 and sizes that are multiples of 8"
-            )
-        # A step has no memory for this check.
-        self._cublas = cublas_order(columns, depth, weight.dtype, weight.device)
-
-    def __str__(self) -> str:
-        """Describe the matrix, and the rows from which cuBLAS multiplies by it."""
-        columns, depth = self._weight.shape
-        return f"{columns} x {depth}: {tuple(self._cublas)}"
-
-    @property
-    def uses_cublas(self) -> bool:
-        """Whether cuBLAS multiplies many rows."""
-        return self._cublas.min_rows is not None
+        weight, self._uses_cublas = self._weight, True
+        self._few_rows = _few_rows(*weight.shape, FP8, self._dtype, weight.device)
+        check_order(self, weight, self._dtype)
 
     @classmethod
     def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
         if use is ProjectionKind.GATED:
-            gate_up = stages.gate_up(matrix.dtype, matrix.columns)
-            return Workspace(
-                (gate_up,), matrix.most_stored_rows(partial(dispatch.linear_tiling, gated=True))
-            )
-        if use is ProjectionKind.PROJECT or not matrix.is_summed:
-            return Workspace()
-        return Workspace((stages.projected(matrix.dtype, matrix.columns),))
+            return Workspace((stages.gate_up(matrix.dtype, matrix.columns),))
+        return super().workspace(use, matrix)
 
-    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        bias = None if self._bias is None else self._bias[columns]
-        self._multiply(x, self._weight[columns], out, bias)
-
-    def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
-        """Compute in one kernel with any number of rows, or in two with any number."""
-        weight = self._weight
-        if self._bias is None and x.is_cuda and has_fused_linear(x, weight):
-            card, (columns, depth) = dispatch.card_of(x.device), weight.shape
-            tiling = dispatch.unsplit_gated_tiling(len(x), columns, depth, card=card)
-            if tiling is not None:
-                options: Any = {"epilogue": Epilogue.SILU_MUL, "early": WEIGHTS_ARE_CONSTANT}
-                fused_linear(x, weight, out, tiling=tiling, **options)
-                return
-        gate_up = stages.gate_up(x.dtype, len(weight)).take(scratch, len(x))
-        self._multiply(x, weight, gate_up, self._bias)
-        silu_mul(gate_up, out=out)
-
-    def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        _check_whole(features)
-        self._multiply(h, self._weight, out, self._bias)
-
-    def add_to(self, x: Tensor, h: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        """Add in the product's epilogue: one rounding for any number of rows."""
-        if self._is_summed:
-            super().add_to(x, h, scratch, features)
-            return
-        _check_whole(features)
-        self._multiply(h, self._weight, x, self._bias, adds=True)
-
-    def rehearse(self, num_rows: int) -> None:
-        """Compute every use of zeros, so that Triton compiles the kernels for `num_rows`."""
-        columns, depth = self._weight.shape
-        x, out = (self._weight.new_zeros(num_rows, width) for width in (depth, columns))
-        for adds in (False, True):
-            self._multiply(x, self._weight, out, self._bias, adds=adds)
-
-    def _multiply(
-        self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, *, adds: bool = False
+    def project(
+        self, x: Tensor | QuantisedRows, out: Tensor, scratch: Buffers, columns: slice = ALL
     ) -> None:
-        """Write x W^T + b to `out`, or add it, by the fastest kernel that has the order."""
-        if not x.is_cuda:
-            ordered_gemm(x, weight, out, bias=bias, adds=adds)
-            return
-        card, (columns, depth) = dispatch.card_of(x.device), weight.shape
-        tiling = dispatch.unsplit_tiling(len(x), columns, depth, adds=adds, card=card)
-        if tiling is not None and has_fused_linear(x, weight):
-            epilogue = Epilogue.RESIDUAL if adds else Epilogue.STORE
-            options: Any = {"epilogue": epilogue, "early": WEIGHTS_ARE_CONSTANT}
-            fused_linear(x, weight, out, tiling=tiling, bias=bias, **options)
-        elif bias is None and self._takes_cublas(len(x), columns, adds=adds):
-            multiply_by_cublas(x, weight, out, adds=adds)
-        else:
-            ordered_gemm(x, weight, out, bias=bias, adds=adds)
+        x = self._quantised(x, scratch)
+        bias = None if self._bias is None else self._bias[columns]
+        self._multiply(x, self._weight[columns], out)
+        rescale(out, x.scales, self._scales[columns], out, bias=bias)
 
-    def _takes_cublas(self, num_rows: int, num_columns: int, *, adds: bool) -> bool:
-        """Return whether cuBLAS was found to have the order; parts of the columns are unknown."""
-        min_rows = self._cublas.min_rows
-        is_known = min_rows is not None and num_rows >= min_rows
-        is_known = is_known and num_columns == len(self._weight)
-        return is_known and (self._cublas.adds or not adds)
+    @staticmethod
+    def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> None:
+        """Return None: our kernels apply the scales before they round, cuBLAS's does not."""
+
+    def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
+        return False
+
+    def _scales_gate_separately(self, num_rows: int) -> bool:
+        return self._bias is None
+
+    def _multiply(self, x: QuantisedRows, weight: Tensor, out: Tensor) -> None:
+        multiply_rows(partial(_multiply_fp8, weight, self._one), x.values, out, self._few_rows)
 
 
-def multiply_by_cublas(x: Tensor, weight: Tensor, out: Tensor, *, adds: bool) -> None:
-    """Write or add the product by cuBLAS, with no more rows at a time than were measured."""
-    count = max(ceil(len(x) / dispatch.MAX_MEASURED_ROWS), 1)
-    for some, target in zip(x.tensor_split(count), out.tensor_split(count), strict=True):
-        if adds:
-            target.addmm_(some, weight.t())
-        else:
-            torch.mm(some, weight.t(), out=target)
+def _multiply_fp8(weight: Tensor, one: Tensor, x: Tensor, out: Tensor) -> None:
+    if not x.is_cuda:
+        out.copy_(torch.mm(x.float(), weight.float().t()))
+        return
+    options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": True, "out": out}
+    torch._scaled_mm(x, weight.t(), one, one, **options)
 
 
-def _check_whole(features: slice) -> None:
-    if features != ALL:
-        raise ValueError(f"features: given {features}; wanted all, to sum in one order")
+_checked = set[tuple[object, ...]]()
 
 
-@functools.cache
-def cublas_order(
-    num_columns: int, depth: int, dtype: torch.dtype, device: torch.device
-) -> CublasOrder:
-    """Check in which order cuBLAS, in its installed version, sums such products.
+def check_order(projection: Projection, weight: Tensor, dtype: torch.dtype) -> None:
+    """Check that products of some rows, or columns, are parts of the product of all.
 
-    cuBLAS chooses its kernels by shape alone, so random numbers give the same answer in every
-    start. Random numbers are multiplied with several numbers of rows, and compared with
-    `ordered_gemm`. Shapes that were not measured are not checked: a few numbers of rows would not
-    be enough to trust cuBLAS with all others.
+    Kernels are chosen by shape alone, so one weight of each shape is enough.
+
+    Args:
+        weight: [columns, depth]; a weight on a CPU is not checked.
+        dtype: dtype of rows.
+
+    Raises:
+        ServerConfigError: the order of a sum depends on the number of rows.
     """
-    min_rows = dispatch.unsplit_cublas_rows(num_columns, depth)
-    if min_rows is None:
-        return CublasOrder()
-    generator = torch.Generator(device).manual_seed(20261129)
-    all_rows = [min_rows + more for more in _MORE_ROWS]
-    all_rows = [rows for rows in all_rows if rows * num_columns <= _MAX_CHECKED]
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    weight, x = random(num_columns, depth), random(all_rows[-1], depth)
-    target = random(all_rows[-1], num_columns)
-    is_same = {}
-    for adds in (False, True):
-        wanted = ordered_gemm(x, weight, target.clone(), adds=adds)
-        products = [target[:rows].clone() for rows in all_rows]
-        for out in products:
-            multiply_by_cublas(x[: len(out)], weight, out, adds=adds)
-        is_same[adds] = all(torch.equal(out, wanted[: len(out)]) for out in products)
-        del wanted, products
-    del weight, x, target
+    key = (type(projection), *weight.shape, weight.device)
+    if not weight.is_cuda or key in _checked:
+        return
+    num_rows = _differing_rows(projection, weight, dtype)
     torch.cuda.empty_cache()  # the engine's pool takes all memory that is left
-    return CublasOrder(min_rows, is_same[True]) if is_same[False] else CublasOrder()
+    if num_rows is not None:
+        raise ServerConfigError(
+            f"batch_invariant: given torch {torch.__version__}, whose product of {num_rows} rows "
+            f"with a matrix {list(weight.shape)} differs from that of more rows; wanted a version "
+            f"with one order, or a new process that starts with {_NO_WORKSPACE}"
+        )
+    _checked.add(key)
+
+
+def _differing_rows(projection: Projection, weight: Tensor, dtype: torch.dtype) -> int | None:
+    """Return a number of rows whose product is not part of a larger one; None if there is none."""
+    columns, depth = weight.shape
+    generator = torch.Generator(weight.device).manual_seed(20261129)
+    most = min(_MAX_CHECKED_ROWS, _MAX_NUMBERS // columns)
+
+    def random(width: int) -> Tensor:
+        drawn = torch.randn(most, width, generator=generator, device=weight.device)
+        return drawn.to(dtype)
+
+    x, target, scratch = random(depth), random(columns), FreshBuffers(weight.device)
+
+    def products(rows: slice, part: slice) -> list[Tensor]:
+        made = [torch.empty_like(target[rows, part])]
+        projection.project(x[rows], made[0], scratch, part)
+        if part == ALL and columns <= depth:  # it may be added to the residual stream
+            made.append(target[rows].clone())
+            projection.add_to(made[1], x[rows], scratch)
+        return made
+
+    whole, last = products(ALL, ALL), slice(max(columns - _PART, 0), None)
+    for count in (*(rows for rows in _CHECKED_ROWS if rows < most), most):
+        ends = slice(0, count), slice(most - count, most)
+        for rows, part in ((ends[0], ALL), (ends[1], ALL), (ends[0], last)):
+            pairs = zip(products(rows, part), whole, strict=False)
+            if not all(torch.equal(some, wanted[rows, part]) for some, wanted in pairs):
+                return count
+    return None
+
+
+INVARIANT: dict[type[Projection], type[Projection]] = {
+    PlainProjection: InvariantProjection,
+    Fp8Projection: InvariantFp8Projection,
+}

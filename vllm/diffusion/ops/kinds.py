@@ -13,7 +13,7 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import BlockScheme, Fp8Scheme, PackedScheme, scheme_of
 from vllm.diffusion.ops.blocks import BlockMethod
 from vllm.diffusion.ops.fp8 import Fp8HeadMethod, Fp8Method, Fp8Projection
-from vllm.diffusion.ops.invariant import InvariantProjection, is_invariant
+from vllm.diffusion.ops.invariant import INVARIANT, is_invariant
 from vllm.diffusion.ops.packed import PackedMethod, PackedProjection
 from vllm.diffusion.ops.packed_checkpoints import (
     AwqMethod,
@@ -193,10 +193,9 @@ def projection_of(layer: ParallelLayer) -> Projection:
 
 def kind_of(layer: ParallelLayer) -> type[Projection]:
     """Return the class of a layer's projection, which is known before its weight is loaded."""
-    if is_invariant(layer):
-        return InvariantProjection
     methods = type(layer.quant_method).__mro__
-    return next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
+    kind = next((_KIND_OF_METHOD[m] for m in methods if m in _KIND_OF_METHOD), QuantisedProjection)
+    return INVARIANT[kind] if is_invariant(layer) else kind
 
 
 def repacked_form(modules: Iterable[torch.nn.Module]) -> str | None:
@@ -214,10 +213,9 @@ def kind_of_head(
     quantisation: object | None, *, is_batch_invariant: bool = False
 ) -> type[Projection]:
     """Return the class of the output head's projection."""
-    if is_batch_invariant:
-        return InvariantProjection
     is_fp8 = isinstance(quantisation, SchemeConfig) and quantisation.has_fp8_head
-    return Fp8Projection if is_fp8 else PlainProjection
+    kind = Fp8Projection if is_fp8 else PlainProjection
+    return INVARIANT[kind] if is_batch_invariant else kind
 
 
 def kinds_of(
@@ -225,7 +223,7 @@ def kinds_of(
 ) -> tuple[type[Projection], ...]:
     """Return all classes of projections that a model may have, by its quantisation config."""
     if is_batch_invariant:
-        return (InvariantProjection,)
+        return tuple(INVARIANT[kind] for kind in kinds_of(quantisation))
     if quantisation is None:
         return (PlainProjection,)
     if not isinstance(quantisation, SchemeConfig):

@@ -233,8 +233,8 @@ class PlainProjection(Projection):
     """Projection with an unquantised matrix, by our kernel for few rows if it is faster, else
     cuBLAS.
 
-    On a single GPU, a product without a bias is added to x in its epilogue: this saves one
-    rounding to the model dtype and one pass over x.
+    On a single GPU, a product without a bias is added to x in its epilogue, which saves one pass
+    over x. Our kernel adds before it rounds, cuBLAS rounds the product first.
     """
 
     can_slice = True
@@ -263,20 +263,17 @@ class PlainProjection(Projection):
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
         weight, bias = self._weight[columns], self._bias
         bias = None if bias is None else bias[columns]
-        tiling = _tiling(x, weight)
-        if tiling is not None:
-            fused_linear(x, weight, out, tiling=tiling, bias=bias, early=WEIGHTS_ARE_CONSTANT)
-        elif bias is not None:
-            torch.addmm(bias, x, weight.t(), out=out)
-        elif x.element_size() == 2 and dispatch.multiplies_head(len(x), len(weight), x.device):
-            gather_gemm(x, None, weight, out)
+        tiling = self._tiling(x, weight, Epilogue.STORE)
+        if tiling is None:
+            self._multiply(x, weight, out, bias)
         else:
-            torch.mm(x, weight.t(), out=out)
+            fused_linear(x, weight, out, tiling=tiling, bias=bias, early=WEIGHTS_ARE_CONSTANT)
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         """Compute in one kernel if that is faster; it rounds at the same points as two kernels."""
-        weight = self._weight
-        tiling = None if self._bias is not None else _tiling(x, weight, gated=True)
+        weight, tiling = self._weight, None
+        if self._bias is None:
+            tiling = self._tiling(x, weight, Epilogue.SILU_MUL)
         if tiling is not None:
             epilogue = Epilogue.SILU_MUL
             fused_linear(
@@ -300,13 +297,34 @@ class PlainProjection(Projection):
             super().add_to(x, h, scratch, features)
             return
         weight = self._weight[:, features]
-        tiling = _tiling(h, weight) if features == ALL else None
-        if tiling is not None:
+        tiling = self._tiling(h, weight, Epilogue.RESIDUAL) if features == ALL else None
+        if tiling is None:
+            self._add(x, h, weight)
+        else:
             fused_linear(
                 h, weight, x, tiling=tiling, epilogue=Epilogue.RESIDUAL, early=WEIGHTS_ARE_CONSTANT
             )
+
+    @classmethod
+    def _tiling(cls, x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:
+        """Return the tiling of `fused_linear` for a product, or None to use PyTorch's."""
+        if not x.is_cuda or not has_fused_linear(x, weight):
+            return None
+        gated, card = epilogue is Epilogue.SILU_MUL, dispatch.card_of(x.device)
+        return dispatch.linear_tiling(len(x), *weight.shape, gated=gated, card=card)
+
+    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        """Write the product with rows of the weight."""
+        if bias is not None:
+            torch.addmm(bias, x, weight.t(), out=out)
+        elif x.element_size() == 2 and dispatch.multiplies_head(len(x), len(weight), x.device):
+            gather_gemm(x, None, weight, out)
         else:
-            x.addmm_(h, weight.t())
+            torch.mm(x, weight.t(), out=out)
+
+    def _add(self, x: Tensor, h: Tensor, weight: Tensor) -> None:
+        """Add the product of h with columns of the weight to x."""
+        x.addmm_(h, weight.t())
 
 
 def rows_of(h: Any, rows: slice) -> Any:
@@ -314,14 +332,6 @@ def rows_of(h: Any, rows: slice) -> Any:
     if not isinstance(h, QuantisedRows):
         return h[rows]
     return h._replace(values=h.values[rows], scales=h.scales[rows])
-
-
-def _tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
-    """Return the tiling of `fused_linear` for this product, or None to use PyTorch's."""
-    if not x.is_cuda or not has_fused_linear(x, weight):
-        return None
-    card = dispatch.card_of(x.device)
-    return dispatch.linear_tiling(len(x), *weight.shape, gated=gated, card=card)
 
 
 def embed_rows(table: VocabParallelEmbedding, ids: Tensor, out: Tensor) -> Tensor:

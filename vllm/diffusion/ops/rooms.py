@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import flash_sample
 import gather_gemm
 import vmm_allocator
+from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.ops.build_stamp import stamp_of
 from vllm_add_llada.cuda_kernels import fused_ops
 
-_IS_CLONE = (Path(__file__).resolve().parents[3] / "setup.py").is_file()
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_ROOT = Path(__file__).resolve().parents[3]
+_IS_CLONE = (_ROOT / "setup.py").is_file()
 BUILD = (
     "python setup.py build_ext --inplace"  # at the root of the repository
     if _IS_CLONE
@@ -26,18 +32,39 @@ class Room(NamedTuple):
         name: name of the package.
         is_built: whether a GPU can run its kernels.
         remedy: the command that builds it.
+        is_stale: whether it was built from sources with another interface.
     """
 
     name: str
     is_built: bool
     remedy: str = BUILD
+    is_stale: bool = False
 
 
 def rooms() -> tuple[Room, ...]:
     """Return all native packages and their current state."""
     return (
-        Room("flash_sample", flash_sample.is_built()),
-        Room("fused_ops", fused_ops.is_built()),
+        _compiled("flash_sample", flash_sample),
+        _compiled("vllm_add_llada/cuda_kernels/fused_ops", fused_ops),
         Room("gather_gemm", gather_gemm.is_built()),
-        Room("vmm_allocator", vmm_allocator.is_built()),
+        _compiled("vmm_allocator", vmm_allocator),
     )
+
+
+def _compiled(folder: str, package: ModuleType) -> Room:
+    """Return the native package in a folder of the repository."""
+    is_built, stamp = package.is_built(), stamp_of(_ROOT, folder)
+    is_stale = is_built and stamp not in (None, package.build_stamp())
+    return Room(Path(folder).name, is_built, is_stale=is_stale)
+
+
+def check_builds() -> None:
+    """Refuse compiled modules of another version, which would crash at their first use.
+
+    Raises:
+        ServerConfigError: naming the package, and the command that builds it.
+    """
+    for room in rooms():
+        if room.is_stale:
+            given = "given a compiled module of another version"
+            raise ServerConfigError(f"{room.name}: {given}; wanted one of these sources: {BUILD}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.guided.language import Language
+from vllm.diffusion.guided.language import language_from
 from vllm.diffusion.guided.open_window import FREE
 from vllm.diffusion.guided.repair import MAX_CELLS, NoStringError, fewest_changes
 from vllm.diffusion.request.algorithms import algorithms_for
@@ -242,7 +242,7 @@ def repaired(revision: Revision, spec: Spec, guide: Guide, params: DiffusionPara
     Raises:
         InvalidParameterError: the tokens that must stay, or too few changes, exclude every answer.
     """
-    language, tokens = Language.unpacked(guide.language), np.array(revision.token_ids)
+    language, tokens = language_from(guide.language), np.array(revision.token_ids)
     if len(tokens) * language.num_states > MAX_CELLS:
         wanted = f"wanted at most {MAX_CELLS // language.num_states} beside this {spec.field}"
         raise InvalidParameterError("canvas_text", f"{len(tokens)} tokens", wanted)

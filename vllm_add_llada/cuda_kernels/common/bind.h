@@ -92,6 +92,7 @@ class Module {
     constant("FLOAT32", DataType::kFloat32);
     constant("FLOAT16", DataType::kFloat16);
     constant("BFLOAT16", DataType::kBFloat16);
+    module_.attr("BUILD_STAMP") = int64_t{BUILD_STAMP};  // defined by setup.py
   }
 
   template <typename T>

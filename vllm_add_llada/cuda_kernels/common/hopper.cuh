@@ -59,17 +59,10 @@ __device__ inline void copy_tile(uint32_t target, const CUtensorMap* map, int co
       : "memory");
 }
 
-// Copies 16 bytes; one thread performs the copy.
-__device__ inline void copy_vector(uint32_t target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target),
-               "l"(__cvta_generic_to_global(source))
-               : "memory");
-}
-
-// Copies 16 bytes, or writes zeros without reading the source.
-__device__ inline void copy_vector_or_zeros(uint32_t target, const void* source, bool copies) {
+// Copies 16 bytes, or writes zeros if there is no source; one thread performs the copy.
+__device__ inline void copy_vector(uint32_t target, const void* source, bool is_there = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
-               "l"(__cvta_generic_to_global(source)), "r"(copies ? 16 : 0)
+               "l"(__cvta_generic_to_global(source)), "r"(is_there ? 16 : 0)
                : "memory");
 }
 

@@ -15,6 +15,7 @@ from ._fp8_heads import Fp8Heads
 from ._linear import PORTABLE, Epilogue, Tiling, fused_linear, has_fused_linear
 from ._ops import (
     apply_rotary,
+    build_stamp,
     is_built,
     norm_rotary,
     rms_norm,
@@ -56,6 +57,7 @@ __all__ = [
     "add_linear_fp8",
     "apply_rotary",
     "attention",
+    "build_stamp",
     "call_counts",
     "capability_of",
     "flag_bytes",

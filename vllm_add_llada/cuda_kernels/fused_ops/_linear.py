@@ -26,7 +26,7 @@ class Tiling:
 
     These kernels exist in bf16:
 
-    - 32, 48 or 96 columns, or 32 split in two, for at most 64 rows
+    - 96 columns, or 32 split in two, for at most 64 rows
     - 96 columns split in two, for at most 128 rows
     - 64 columns split in two, for at most 192 rows
     - 192 columns for at most 128 rows, for STORE

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import reference
 from ._fp8_heads import NO_COPIES, Fp8Heads, made_in_launch, places_of, quantise_heads
 from ._support import (
+    NO_INTEGERS,
     NO_ROWS,
     check_like,
     check_rows,
@@ -26,6 +27,11 @@ from .reference import Kept
 def is_built() -> bool:
     """Whether the compiled module is available; without it CUDA tensors run the reference."""
     return native is not None
+
+
+def build_stamp() -> int | None:
+    """Return the stamp of the sources that the compiled module was built from, if it has one."""
+    return getattr(native, "BUILD_STAMP", None)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -293,7 +299,7 @@ def _present(q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _check_caches(name: str, k: Tensor, kept: Kept) -> None:
-    v, k_cache, v_cache, _ = kept
+    v, k_cache, v_cache, *_ = kept
     check_like(name, "v", v, k, k.shape)
     num_slots = k_cache.shape[0] if k_cache.dim() == 3 else -1
     check_like(name, "k_cache", k_cache, k, (num_slots, *k.shape[1:]))
@@ -307,6 +313,9 @@ def _check_kept(name: str, k: Tensor, kept: Kept | None) -> None:
     check_vector(name, "slots", kept.slots, (torch.int32, torch.int64), (-1,), k.device)
     if len(kept.slots) > len(k):
         raise ValueError(f"{name}: slots must be at most [{len(k)}], got {list(kept.slots.shape)}")
+    if kept.copies is not None:
+        shape = -1, len(kept.slots)
+        check_vector(name, "copies", kept.copies, (torch.int32, torch.int64), shape, k.device)
 
 
 def _check_rotary(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -330,11 +339,12 @@ def _rotary_arguments(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None, fp8: Fp8Heads | None
 ) -> dict[str, Any]:
     if kept is None:
-        places = (NO_ROWS, NO_ROWS, NO_ROWS, (0, False), 0, 0)
+        places = (NO_ROWS, NO_ROWS, NO_ROWS, NO_INTEGERS, 0, 0, NO_INTEGERS, 0)
     else:
-        v, k_cache, v_cache, slots = kept
+        v, k_cache, v_cache, slots, copies = kept
         rows = (rows_of(v), rows_of(k_cache), rows_of(v_cache))
-        places = (*rows, integers_of(slots), len(slots), len(k_cache))
+        more = (NO_INTEGERS, 0) if copies is None else (integers_of(copies), len(copies))
+        places = (*rows, integers_of(slots), len(slots), len(k_cache), *more)
     return {
         "q": rows_of(q),
         "k": rows_of(k),

@@ -28,6 +28,7 @@ _KERNEL_DTYPES = {
 }
 
 NO_ROWS = (0, 0, 0, 0)  # the result of `rows_of` for no tensor
+NO_INTEGERS = (0, False)  # the result of `integers_of` for no tensor
 
 
 def launch(function: Callable[..., None], tensor: Tensor, **arguments: Any) -> None:

@@ -27,7 +27,8 @@ template <>
 struct Given<RouterScoring> : GivenMembers<RouterScoring, bool, int, int, bool, float, bool> {};
 
 template <>
-struct Given<KeptRows> : GivenMembers<KeptRows, Rows, Rows, Rows, Integers, int64_t, int64_t> {};
+struct Given<KeptRows>
+    : GivenMembers<KeptRows, Rows, Rows, Rows, Integers, int64_t, int64_t, Integers, int64_t> {};
 
 template <>
 struct Given<Fp8Rows> : GivenMembers<Fp8Rows, Rows, Rows, Rows, Rows, const float*, const float*> {

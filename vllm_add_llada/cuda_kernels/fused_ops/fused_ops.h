@@ -37,6 +37,9 @@ struct KeptRows {
   Integers slots;
   int64_t num_rows;
   int64_t num_slots;
+  // [num_copies, num_rows], further slots of rows that have one; the first negative one ends them
+  Integers copies;
+  int64_t num_copies;
 };
 
 // fp8 copies (e4m3) of heads, each number divided by its scale. Elements are bytes, with the same

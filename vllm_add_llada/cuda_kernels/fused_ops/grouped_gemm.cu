@@ -162,8 +162,7 @@ struct Source {
 #pragma unroll
     for (int i = 0; i < kRows / kPassRows; ++i) {
       if (first + i * kPassRows >= walk.tile.num_rows) break;
-      copy_vector_or_zeros(target + i * kPassRows * kRowBytes, rows[i] + step * kRowBytes,
-                           is_in_row);
+      copy_vector(target + i * kPassRows * kRowBytes, rows[i] + step * kRowBytes, is_in_row);
     }
     arrive_after_copies(ring.full(stage));
   }

@@ -35,12 +35,15 @@ class Kept(NamedTuple):
         k_cache, v_cache: [N, KV, hd], with the same strides allowed; written.
         slots: [S] int32 or int64, the cache row of each of these rows. A slot that is not in 0..N-1
             skips its row. If two rows have the same slot, either may be stored.
+        copies: [C, S] int32 or int64, further cache rows of rows that have a slot; the first
+            negative entry of a row ends them. None for no copies.
     """
 
     v: Tensor
     k_cache: Tensor
     v_cache: Tensor
     slots: Tensor
+    copies: Tensor | None = None
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | None = None) -> None:
@@ -52,9 +55,10 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kept: Kept | No
         turned = torch.cat((-upper, lower), dim=-1)
         rotated.copy_(rotated * cos[:, None, :] + turned * sin[:, None, :])
     if kept is not None:
-        v, k_cache, v_cache, slots = kept
+        v, k_cache, v_cache, slots, copies = kept
         rows = slice(len(k) - len(slots), None)
-        store_keys_values(k[rows], v[rows], k_cache, v_cache, slots)
+        for places in (slots, *(() if copies is None else copies)):
+            store_keys_values(k[rows], v[rows], k_cache, v_cache, places)
 
 
 def norm_rotary(

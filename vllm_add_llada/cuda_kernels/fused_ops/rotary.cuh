@@ -99,6 +99,13 @@ __device__ inline int64_t slot_of(const RotaryParams& params, int64_t token) {
   return slot < params.kept.num_slots ? slot : -1;
 }
 
+// A further cache row of a token that has a slot, or -1.
+__device__ inline int64_t copy_of(const RotaryParams& params, int64_t token, int64_t number) {
+  const int64_t row = token - (params.num_tokens - params.kept.num_rows);
+  const int64_t slot = at(params.kept.copies, number * params.kept.num_rows + row);
+  return slot < params.kept.num_slots ? slot : -1;
+}
+
 template <typename T>
 __device__ T* kept_address(const RotaryParams& params, int64_t slot, int head) {
   const int key_head = head - static_cast<int>(params.q.inner);
@@ -231,9 +238,13 @@ __global__ void __launch_bounds__(kRotaryThreads)
     }
     if constexpr (kCopies) copy_run(params, token, head, channel, gap, lower, upper);
     if (slot < 0 || head < num_q_heads) continue;
-    T* kept = kept_address<T>(params, slot, head) + channel;
-    store_vector(kept, lower);
-    store_vector(kept + gap, upper);
+    int64_t place = slot;
+    for (int64_t number = 0; place >= 0; ++number) {
+      T* kept = kept_address<T>(params, place, head) + channel;
+      store_vector(kept, lower);
+      store_vector(kept + gap, upper);
+      place = number < params.kept.num_copies ? copy_of(params, token, number) : -1;
+    }
   }
 }
 
@@ -270,21 +281,35 @@ constexpr int64_t kFewTokens = 512;
 template <bool kHasNorm>
 constexpr int kHeadsOfMany = kHasNorm ? 4 : 2;
 
-// Rotates by `launch`, then stores the kept rows in a second launch.
+inline Integers integers_from(const Integers& integers, int64_t first) {
+  const int64_t bytes = integers.is_wide ? sizeof(int64_t) : sizeof(int);
+  return {static_cast<const char*>(integers.data) + first * bytes, integers.is_wide};
+}
+
+// Rotates by `launch`, then stores the kept rows, and each of their copies, in further launches.
 template <typename Launch>
 cudaError_t keep_apart(const RotaryParams& params, cudaStream_t stream, Launch launch) {
   const KeptRows& kept = params.kept;
   RotaryParams rotation = params;
   rotation.kept.num_rows = 0;
-  const cudaError_t error = launch(rotation, stream);
+  cudaError_t error = launch(rotation, stream);
   if (error != cudaSuccess || kept.num_rows == 0) return error;
   const int64_t first = params.num_tokens - kept.num_rows;
-  return launch_store_keys_values(
-      StoreKeysValuesParams{rows_from(params.k, first, params.dtype),
-                            rows_from(kept.v, first, params.dtype), kept.k_cache, kept.v_cache,
-                            kept.slots, params.dtype, kept.num_rows, kept.num_slots,
-                            params.head_dim},
-      stream);
+  StoreKeysValuesParams stored{rows_from(params.k, first, params.dtype),
+                               rows_from(kept.v, first, params.dtype),
+                               kept.k_cache,
+                               kept.v_cache,
+                               kept.slots,
+                               params.dtype,
+                               kept.num_rows,
+                               kept.num_slots,
+                               params.head_dim};
+  error = launch_store_keys_values(stored, stream);
+  for (int64_t number = 0; number < kept.num_copies && error == cudaSuccess; ++number) {
+    stored.slots = integers_from(kept.copies, number * kept.num_rows);
+    error = launch_store_keys_values(stored, stream);
+  }
+  return error;
 }
 
 template <typename T, typename Table, bool kHasNorm>

@@ -400,7 +400,6 @@ template <bool kIsFp8, int kColumns, int kSplit, Epilogue kEpilogue>
 constexpr bool has_groups(int groups) {
   if (kEpilogue == Epilogue::kSiluMul && kColumns == 96) return groups == 1;
   if (kColumns == 64) return groups <= (kIsFp8 ? 4 : 3);
-  if (kColumns < 64 && kSplit == 1) return !kIsFp8 && groups == 1;
   if (kColumns == 192 && kEpilogue != Epilogue::kSiluMul) {
     return kEpilogue == Epilogue::kStore && !kIsFp8 && groups <= 2;
   }
@@ -430,7 +429,7 @@ cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
       return launch_groups<kIsFp8, tiling / 10, 1, Epilogue::kSiluMul>(params, stream);
     });
   }
-  return dispatch_value<321, 322, 481, 642, 961, 962, 1921>(columns_and_split, [&](auto tiling) {
+  return dispatch_value<322, 642, 961, 962, 1921>(columns_and_split, [&](auto tiling) {
     constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
     return params.epilogue == Epilogue::kResidual
                ? launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kResidual>(params, stream)

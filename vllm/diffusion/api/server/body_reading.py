@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # A surrogate as a JSON escape, or as bytes that Python's JSON parser accepts. Most escapes are
 # valid pairs, so a match only means that the parsed body must be checked.
 _MAYBE_LONE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+# Fields whose texts count as one text, unless the names are written with escapes.
+_MAYBE_JOINED = re.compile(rb'"(messages|input)"|\\u')
 # Every server accepts texts of this many characters, because `/tokenize` also counts texts that
 # are longer than a prompt.
 MIN_TEXT_LENGTH = 1 << 20
@@ -85,7 +87,7 @@ def check(body: bytes, max_text_length: int) -> None:
             raise InvalidParameterError("body", f"{name} data", wanted)
     if body.startswith(_OTHER_UNICODE) or body[1:2] == b"\x00":
         raise InvalidParameterError("body", "UTF-16 or UTF-32", "wanted JSON in UTF-8")
-    is_long = len(body) > max_text_length
+    is_long = len(body) > max_text_length and _may_have_long_text(body, max_text_length)
     if is_long or _MAYBE_LONE.search(body) or _TEMPLATE_KWARGS.encode() in body:
         try:
             content = json.loads(body)
@@ -96,6 +98,14 @@ def check(body: bytes, max_text_length: int) -> None:
             if is_long:
                 check_text_lengths(content, max_text_length)
             check_template_kwargs(content.get(_TEMPLATE_KWARGS))
+
+
+def _may_have_long_text(body: bytes, max_length: int) -> bool:
+    """Whether `check_text_lengths` may refuse a body, without parsing it."""
+    # An escaped quote or backslash is one character of a text.
+    plain = body.replace(rb"\\", b"-").replace(rb"\"", b"-")
+    lengths = [0, *map(len, plain.split(b'"')[1::2])]
+    return (sum if _MAYBE_JOINED.search(body) else max)(lengths) > max_length
 
 
 def max_text_length(engine: Any) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.engine.speculation.drafter import DraftState
+    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.guided.joint import Joint
@@ -17,19 +18,21 @@ if TYPE_CHECKING:
 
 
 class DraftWindow(NamedTuple):
-    """The pages and sequences of a draft, in the form of `ForwardWindow`.
+    """The pages and sequences of a draft or another extra item, in the form of `ForwardWindow`.
 
     Attributes:
         cache: the request's pages, with draft pages for the positions of the window; None if the
             request has no cache.
         kept_starts, num_sequences: as for the request.
         has_fp8_attention: as in `ForwardWindow`.
+        context: as in `ItemWindow`.
     """
 
     cache: KeptSequence | None
     kept_starts: tuple[int, ...]
     num_sequences: int
     has_fp8_attention: bool = False
+    context: BatchItem | None = None
 
 
 class Draft:

@@ -48,6 +48,8 @@ class StepInputs(NamedTuple, Generic[A]):
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
         window_slots: [W] int64, as `slot_mapping`, for layers with a window; None if all layers
             have the same pages.
+        copy_slots: [C, W] int64, further rows of the page store for the last W rows; the first
+            negative entry of a row ends them. None for no copies.
     """
 
     token_ids: A
@@ -57,6 +59,7 @@ class StepInputs(NamedTuple, Generic[A]):
     is_block: A | None = None
     tiles: A | None = None
     window_slots: A | None = None
+    copy_slots: A | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +157,27 @@ class Packing:
         return [start is not None and first >= start for start, first in starts]
 
     @cached_property
+    def copy_slots(self) -> Array | None:
+        """Slots of copies, as in `StepInputs`, for items with a context (`ItemWindow`)."""
+        copying = [i for i, item in enumerate(self.items) if item.window.context is not None]
+        if not copying:
+            return None
+        first_rows = dict[int, int]()  # first row of each item
+        for (index, _, first, stop), end in zip(self.sources, self.ends.tolist(), strict=True):
+            first_rows.setdefault(index, end - (stop - first))
+        counts = np.zeros(self.ends[-1], dtype=np.int64)  # copies of each row so far
+        copies = np.full((len(copying), counts.size), -1)
+        for index in copying:
+            window = self.items[index].window
+            assert window.cache is not None and window.context is not None
+            context = self.items.index(window.context)
+            first, stop = self.windows[context].first, self.windows[index].first
+            rows, kept_start = first_rows[context] + np.arange(stop - first), window.kept_starts[0]
+            copies[counts[rows], rows] = window.cache.slots[kept_start + first : kept_start + stop]
+            counts[rows] += 1
+        return np.ascontiguousarray(copies[: counts.max(), -self.slot_mapping.size :])
+
+    @cached_property
     def longest(self) -> int:
         """Number of keys of the sequence that reads the most keys."""
         return int(self.num_keys.max())
@@ -248,6 +272,7 @@ class StepBatch:
             layouts,
             None if is_block is None else is_block[rows],
             window_slots=self.packing.window_slots,
+            copy_slots=self.packing.copy_slots,
         )
 
     def layouts(self, *chunk: slice) -> tuple[AttentionLayout[Array], ...]:

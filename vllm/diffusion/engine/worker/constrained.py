@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from vllm.diffusion.decoding import Commit
 from vllm.diffusion.engine.worker.canvas_guest import CanvasGuest
 from vllm.diffusion.guided.joint import Joint
-from vllm.diffusion.guided.language import Language
+from vllm.diffusion.guided.language import language_from
 from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_completed
 
 if TYPE_CHECKING:
@@ -20,22 +19,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import Candidates, ForwardTarget
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
-
-# Maximum bytes of the languages that a process caches.
-_MAX_LANGUAGE_BYTES = 256 << 20
-# By packed form, in the order of their last use.
-_languages: OrderedDict[bytes, Language] = OrderedDict()
-
-
-def _language(packed: bytes) -> Language:
-    """Return a language; recently used languages are cached."""
-    language = _languages.pop(packed, None) or Language.unpacked(packed)
-    _languages[packed] = language
-    while (
-        len(_languages) > 1 and sum(x.num_bytes for x in _languages.values()) > _MAX_LANGUAGE_BYTES
-    ):
-        _languages.popitem(last=False)
-    return language
 
 
 @dataclass
@@ -82,7 +65,7 @@ class Constraint(CanvasGuest):
         if params.guide is None:
             raise ValueError("guide: wanted one, got None")
         self._params, self._prompt_length = params, prompt_length
-        self._language = _language(params.guide.language)
+        self._language = language_from(params.guide.language)
         holes = gaps(tokens[:prompt_length], params.mask_id)
         answer = range(prompt_length, prompt_length + params.num_open)
         canvas = _Stretch(answer, params.longest_answer)

@@ -3,14 +3,16 @@
 
 The masks of a forward pass draft the tokens after all drafts. They are of no use after a wrong
 draft, so a pass without drafts would follow. A *branch* drafts the tokens after one of the drafts,
-as if the next one were wrong. A step packs it like a request of its own, with pages of its own:
+as if the next one were wrong. A step packs its masks like a request of their own, with pages of
+their own. The keys of the rows before them (in parentheses) are the request's: each layer stores
+them in the pages of the branch, too.
 
 ```
-positions    t        t+1 t+2 t+3   t+4 t+5 t+6
-request      latest   d1  d2  d3    M   M   M
-branch 0     latest   M   M   M              used if d1 is wrong
-branch 1     latest   d1  M   M   M          used if d2 is wrong
-branch 2     latest   d1  d2  M   M   M      used if d3 is wrong
+positions    t        t+1   t+2   t+3   t+4 t+5 t+6
+request      latest   d1    d2    d3    M   M   M
+branch 0     (latest) M     M     M               used if d1 is wrong
+branch 1     (latest) (d1)  M     M     M         used if d2 is wrong
+branch 2     (latest) (d1)  (d2)  M     M   M     used if d3 is wrong
 ```
 
 Rows that verify do not depend on branches, so tokens are the same as without them.
@@ -58,7 +60,7 @@ class Branch:
         canvas: the request.
         number: number of its current drafts before the branch's own.
         target: the masks of the branch.
-        positions: the positions that are computed.
+        positions: the positions of the masks.
         cache: pages of the branch.
     """
 
@@ -77,7 +79,7 @@ class Branch:
     ) -> None:
         self._canvas, self.number, self._target = canvas, number, target
         self._positions = positions
-        self.window = DraftWindow(cache, canvas.window.kept_starts, 1)
+        self.window = DraftWindow(cache, canvas.window.kept_starts, 1, context=canvas)
         self.req_id, self.params, self.rule = canvas.req_id, canvas.params, canvas.rule
         self.prompt_length, self.num_steps = canvas.prompt_length, canvas.num_steps
         self._tokens = canvas.tokens.copy()
@@ -129,18 +131,20 @@ class DraftBranches(StepGuest):
 
     def extra_items(self, canvases: Sequence[Canvas], row_budget: int) -> Sequence[BatchItem]:
         """Return the branches of all requests of a step, or none if they have too many rows."""
+        if self._runner.caches.host_layers:  # copies stay in the buffers of the device
+            return ()
         num_rows = sum(canvas.count_next_rows() for canvas in canvases)
-        asked = [c for c in canvases if drafts_in_branches(c.params)]
-        branches = [(canvas, *one) for canvas in asked for one in _branches_of(canvas)]
+        branching = [c for c in canvases if drafts_in_branches(c.params)]
+        branches = [(canvas, *one) for canvas in branching for one in _branches_of(canvas)]
         num_rows += sum(window.num_rows for *_, window in branches)
         if num_rows > min(MAX_ROWS, row_budget):
             return ()
         items = list[Branch]()
-        for canvas in asked:
+        for canvas in branching:
             own = [one for one in branches if one[0] is canvas]
             if not own:
                 continue
-            first = min(window.first for *_, window in own)
+            first = own[0][2].rows[0]
             stop = max(window.stop for *_, window in own)
             caches = self._pages.of(canvas, first, stop, len(own))
             items += [Branch(*one, cache) for one, cache in zip(own, caches, strict=False)]
@@ -148,7 +152,8 @@ class DraftBranches(StepGuest):
 
     def accepts(self, batch: StepBatch, plan: Plan) -> bool:
         graphs = self._runner.graphs
-        return (graphs is None or graphs.serves(batch)) and plan.is_whole(batch.num_rows)
+        is_whole = plan.is_whole(batch.num_rows) and not plan.layout.is_streamed
+        return is_whole and (graphs is None or graphs.serves(batch))
 
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
@@ -171,5 +176,7 @@ def _branches_of(canvas: Canvas) -> list[tuple[int, ForwardTarget, Window]]:
     for number, own in enumerate(canvas.rule.branches(target)):
         positions = canvas.window.of(own.rows)
         if positions is not None and positions.first == window.first == own.rows[0]:
-            branches.append((number, own, positions))
+            assert own.tail_start is not None
+            masks = canvas.window.rest_of(positions, own.tail_start)
+            branches.append((number, own, masks))
     return branches

@@ -264,8 +264,12 @@ def target_of(
     if caches.has_window(index) and inputs.window_slots is not None:
         slot_mapping = inputs.window_slots
     first = num_rows - slot_mapping.numel()
-    slots = slot_mapping[max(rows.start - first, 0) : max(rows.stop - first, 0)]
-    return KeyTarget(caches.keys(index), caches.values(index), slots) if slots.numel() else None
+    of_chunk = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
+    slots = slot_mapping[of_chunk]
+    copies = None if inputs.copy_slots is None else inputs.copy_slots[:, of_chunk]
+    return (
+        KeyTarget(caches.keys(index), caches.values(index), slots, copies) if len(slots) else None
+    )
 
 
 def sources_of(

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.diffusion import __version__, ops
+from vllm.diffusion import __version__
 from vllm.diffusion.config import settings_of
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm.config import VllmConfig
     from vllm.diffusion.models.base import DiffusionModel
 
@@ -36,21 +34,14 @@ def promise_of(model: DiffusionModel, vllm_config: VllmConfig) -> dict[str, Any]
     """
     if not settings_of(vllm_config).batch_invariant:
         return {}
-    by_cublas = [product.uses_cublas for product in _products(model)]
     fingerprint = fingerprint_of(model, vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
-    logger.info(
-        "batch invariant: yes; %s; %d weights, with many rows %d of them by cuBLAS; fingerprint %s",
-        dtype,
-        len(by_cublas),
-        sum(by_cublas),
-        fingerprint,
-    )
+    logger.info("batch invariant: yes; %s; fingerprint %s", dtype, fingerprint)
     return {"batch_invariant": True, "fingerprint": fingerprint}
 
 
 def fingerprint_of(model: DiffusionModel, vllm_config: VllmConfig) -> str:
-    """Return 16 hexadecimal digits over build, GPU, dtype and the kernels of each weight."""
+    """Return 16 hexadecimal digits over build, GPU, dtype and the weights' shapes."""
     device, parallel = model.rotary_frequencies.device, vllm_config.parallel_config
     facts = {
         "mosaic": __version__,
@@ -60,19 +51,12 @@ def fingerprint_of(model: DiffusionModel, vllm_config: VllmConfig) -> str:
         "dtype": str(model.dtype),
         "quantization": vllm_config.model_config.quantization,
         "ranks": parallel.tensor_parallel_size,
-        "products": sorted({str(product) for product in _products(model)}),
+        "weights": sorted(
+            {f"{weight.dtype} {list(weight.shape)}" for weight in model.parameters()}
+        ),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()[:_DIGITS]
-
-
-def _products(model: DiffusionModel) -> Iterator[ops.InvariantProjection]:
-    for layer in model.layers:
-        for product in (*layer.attention.products, *layer.mlp_stage.products):
-            assert isinstance(product, ops.InvariantProjection)
-            yield product
-    assert isinstance(model.head, ops.InvariantProjection)
-    yield model.head
 
 
 def _version(package: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding import ForwardTarget
+from vllm.diffusion.engine.speculation.drafts import DraftWindow
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.revised_canvas import RevisedCanvas
 from vllm.logger import init_logger
@@ -40,17 +41,6 @@ def scores_text(params: DiffusionParams) -> bool:
     return params.revision.changes_tokens
 
 
-class _Uncached:
-    """The window of a copy, which computes all positions and caches nothing."""
-
-    cache = None
-    has_fp8_attention = False
-
-    def __init__(self, canvas: RevisedCanvas) -> None:
-        self.kept_starts = canvas.window.kept_starts
-        self.num_sequences = canvas.window.num_sequences
-
-
 class ScoringCopy:
     """A copy of a request's text, in the form of `BatchItem`.
 
@@ -66,7 +56,8 @@ class ScoringCopy:
     adjust_logits = None
 
     def __init__(self, canvas: RevisedCanvas, positions: Array, window: Window) -> None:
-        self.canvas, self.window = canvas, _Uncached(canvas)
+        self.canvas = canvas
+        self.window = DraftWindow(None, canvas.window.kept_starts, canvas.window.num_sequences)
         self.req_id, self.params, self.rule = canvas.req_id, canvas.params, canvas.rule
         self.prompt_length, self.num_steps = canvas.prompt_length, canvas.num_steps
         self._positions, self._computed = positions, window

@@ -52,6 +52,9 @@ _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16)
 _TIMED_BLOCKS = 4  # blocks of timed steps in these families; a draft has two
 # Maximum sequences of a bucket; every program of attention counts them.
 MAX_SEQUENCES = 256
+# Maximum further slots of a row in a bucket: with more drafts than these, a step with all branches
+# (`draft_branches`) has more than `ENDED_ROWS` rows.
+MAX_COPIES = 10
 _ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
 
 
@@ -63,12 +66,14 @@ class Bucket(NamedTuple):
         sequences: maximum number of sequences, without the padding sequence.
         is_cached: whether all rows belong to windows with cached keys; otherwise no row does.
         tiles: maximum number of tiles of rows with LoRA adapters; 0 for a graph without adapters.
+        copies: maximum number of further slots of a row.
     """
 
     rows: int
     sequences: int
     is_cached: bool
     tiles: int = 0
+    copies: int = 0
 
     @property
     def is_ended(self) -> bool:
@@ -113,11 +118,13 @@ class Bucket(NamedTuple):
         ids, positions = numbers(self.rows, np.int64), numbers(self.rows, np.int64)
         is_block = numbers(self.rows, np.bool_) if marks_blocks else None
         tiles = np.zeros((self.tiles, 3), np.int32) if self.tiles else None
+        copy_slots = np.zeros((self.copies, self.rows), np.int64) if self.copies else None
         return StepInputs(
             *(ids, positions, slot_mapping, ((layout,),)),
             is_block=is_block,
             tiles=tiles,
             window_slots=slot_mapping.copy() if has_windows else None,
+            copy_slots=copy_slots,
         )
 
 
@@ -143,6 +150,11 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
     _fill(inputs.slot_mapping, batch.slot_mapping, -1)
     if inputs.window_slots is not None and packing.window_slots is not None:
         _fill(inputs.window_slots, packing.window_slots, -1)
+    if inputs.copy_slots is not None:
+        inputs.copy_slots.fill(-1)
+        if packing.copy_slots is not None:
+            num_copies, num_slots = packing.copy_slots.shape
+            inputs.copy_slots[:num_copies, :num_slots] = packing.copy_slots
     if inputs.is_block is not None and packing.is_block is not None:
         _fill(inputs.is_block, packing.is_block, 0)
     ((layout,),) = inputs.layouts
@@ -377,6 +389,7 @@ class Buckets:
         num_slots: number of adapters that rows may have.
         has_drafts: whether one of them is that of rows that only draft.
         max_timed_rows: maximum rows of timed steps.
+        max_copies: maximum number of further slots of a row, in buckets of few rows.
     """
 
     whole: tuple[int, ...]
@@ -385,6 +398,7 @@ class Buckets:
     num_slots: int = 0
     max_timed_rows: int = MAX_TIMED_ROWS
     has_drafts: bool = False
+    max_copies: int = 0
 
     def find(self, batch: StepBatch) -> Bucket | None:
         """Return the smallest bucket that holds a batch, or None."""
@@ -392,15 +406,19 @@ class Buckets:
         is_cached = batch.num_whole == 0
         if not is_cached and batch.num_whole < batch.num_rows:
             return None
+        copy_slots = batch.packing.copy_slots
+        num_copies = 0 if copy_slots is None else len(copy_slots)
         for rows in self.windows if is_cached else self.whole:
+            max_copies = self.max_copies if is_cached and rows <= ENDED_ROWS else 0
             max_sequences = min(rows // self.rows_per_sequence, MAX_SEQUENCES)
             if num_sequences == 1:
                 max_sequences = 1
-            if rows >= batch.num_rows and max_sequences >= num_sequences:
+            is_enough = rows >= batch.num_rows and max_sequences >= num_sequences
+            if is_enough and max_copies >= num_copies:
                 tiles = 0
                 if batch.slots is not None:
                     tiles = self._max_tiles(rows, max_sequences, is_cached)
-                return Bucket(rows, max_sequences, is_cached, tiles)
+                return Bucket(rows, max_sequences, is_cached, tiles, max_copies)
         return None
 
     def _max_tiles(self, rows: int, sequences: int, is_cached: bool) -> int:
@@ -423,12 +441,14 @@ def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int 
         rows = tuple(config.block_length * count for count in _BLOCKS)
         max_timed_rows = max(MAX_TIMED_ROWS, _TIMED_BLOCKS * config.block_length)
         return Buckets(rows, rows, config.block_length // 2, max_timed_rows=max_timed_rows)
-    rows_per_sequence = 4 if config.family.is_block_causal else 16
+    rows_per_sequence, max_copies = 4 if config.family.is_block_causal else 16, 0
     if config.family.is_strictly_causal:
-        rows_per_sequence = 1
+        rows_per_sequence, max_copies = 1, MAX_COPIES
     if config.architecture.expert_layers:
-        return Buckets(ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence, num_slots)
+        return Buckets(
+            ROW_BUCKETS, ROW_BUCKETS, rows_per_sequence, num_slots, max_copies=max_copies
+        )
     max_rows = MAX_WHOLE_ROWS_FP8 if is_fp8 else MAX_WHOLE_ROWS
     whole = tuple(rows for rows in ROW_BUCKETS if rows <= max_rows)
     windows = tuple(rows for rows in ROW_BUCKETS if rows <= MAX_WINDOW_ROWS)
-    return Buckets(whole, windows, rows_per_sequence, num_slots)
+    return Buckets(whole, windows, rows_per_sequence, num_slots, max_copies=max_copies)

@@ -100,6 +100,10 @@ class ForwardWindow:
         self.size: NextForward | None = None  # size of the next forward
 
     @property
+    def context(self) -> None:
+        """No other item of a step computes keys of this request."""
+
+    @property
     def has_fp8_attention(self) -> bool:
         """Whether the next forward computes all positions with fp8 attention."""
         return self._may_have_fp8 and self._next().num_rows == self._length
@@ -173,6 +177,11 @@ class ForwardWindow:
         window = Window.of(self._windows.next(rows), self._visibility)
         has_pages = self.cache is None or window.stop <= self.cache.length
         return window if window.stop == rows[1] and has_pages else None
+
+    def rest_of(self, window: Window, first: int) -> Window:
+        """Return the positions of a window from `first` on, which read the keys before them."""
+        forward = window.forward._replace(window=range(first, window.stop), kept=first)
+        return Window.of(forward, self._visibility)
 
     def without_cache(self, stop: int) -> Window:
         """Return the window of a forward that computes all positions before `stop`."""

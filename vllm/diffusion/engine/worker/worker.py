@@ -33,6 +33,7 @@ from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.transformer import fp8_attention_by
+from vllm.diffusion.ops.rooms import check_builds
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
@@ -67,6 +68,7 @@ class DiffusionWorker(AdapterWorker):
             self.device = torch.device("cuda", index)
             torch.cuda.set_device(self.device)
             devices.check_card(self.device)
+            check_builds()
             self.current_platform.check_if_supports_dtype(self.model_config.dtype)
         else:
             self.device = torch.device("cpu")
