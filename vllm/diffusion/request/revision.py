@@ -151,7 +151,7 @@ def limits_for(family: Family) -> tuple[str, ...] | None:
     default = algorithms_for(family)[family.default_algorithm]
     if default.text_rule is None:
         return ("pinned", "noise", "edit_threshold", "max_edits")
-    return () if default.edits_length else ("pinned",)
+    return ("pinned",)
 
 
 def _revises(family: Family) -> bool:
