@@ -144,7 +144,7 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
 def limits_for(family: Family) -> tuple[str, ...] | None:
     """Return the fields that limit how much of a text changes; None if no text is revised.
 
-    They are those of the family's default algorithm.
+    The family's default algorithm decides them.
     """
     if not _revises(family):
         return None
