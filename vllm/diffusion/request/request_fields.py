@@ -165,7 +165,7 @@ class RequestFields:
         "which keys and values later steps reuse. They are exact on block-causal families, "
         "an approximation on full-attention families: frozen (the prompt's) with every algorithm, "
         "prefix and dual with algorithms that fill one block after the other, delayed with "
-        "multi_block",
+        "multi_block, none of them with daedal",
         default_text="none; exact for block-causal families",
         choices=CACHES,
         server_wide=True,
