@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time to revise a text, compared with the time to generate as many tokens.
+"""Time to revise a text, compared with the time to generate a text of this length.
 
     benchmarks/editing.py [--family llada] [--context 256] [--tokens 256] [--block-length 32]
         [--steps 6] [--rounds 3] [--output-dir results/editing]
@@ -14,14 +14,14 @@ request states what changes. A request has a random prompt of --context tokens a
     block      one block of the text consists of masks, which are filled in --steps steps
     spread     every eighth token becomes a mask again, and a step fills a block (families with full
                attention only)
-    anew       no text: masks for all tokens, and two tokens per step
+    generated  no text: masks for all tokens, and two tokens per step
 
 LLaDA2 runs `joint_threshold`, which LLaDA2.1 uses: it reads the text and repairs blocks. Other
 families mask tokens to score them.
 
     passes   forward passes of a request
     ms       from the request to its answer, offline; median of the rounds
-    of anew  share of the time of `anew`
+    share    of the time of `generated`
 
 Written: editing.json.
 """
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-COLUMNS = {"case": "<10", "passes": ">6", "ms": ">9.2f", "of anew": ">8.3f"}
-ATTRIBUTES = "case num_forwards ms share_of_anew"
+COLUMNS = {"case": "<10", "passes": ">6", "ms": ">9.2f", "share": ">7.3f"}
+ATTRIBUTES = "case num_forwards ms share"
 SCANNING = ("llada2",)  # families that read a text to find wrong tokens
 IMPROBABLE = 1e-30  # every token is more likely
-MAX_ROWS = 8192  # of a step, as a server has by default
+MAX_ROWS = 8192  # rows of a step, as a server has by default
 SPREAD = 1 / 8  # share of the tokens that are masked again
 
 
@@ -63,7 +63,7 @@ class Row:
     case: str
     num_forwards: int
     ms: float
-    share_of_anew: float
+    share: float
 
 
 @harness.command
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table = Table(COLUMNS, ATTRIBUTES, len(cases))
         results = {name: measure(options, llm, shape, cases[name]) for name in cases}
     for name, (num_forwards, ms) in results.items():
-        table.add(Row(name, num_forwards, ms, ms / results["anew"][1]))
+        table.add(Row(name, num_forwards, ms, ms / results["generated"][1]))
     harness.write("editing", options, table.rows)
 
 
@@ -104,7 +104,7 @@ def cases_of(options: argparse.Namespace, shape: Shape, mask_id: int) -> dict[st
     """Return the parameters of a request for each case."""
     text = in_process.random_prompt(options.tokens, shape.vocab_size, seed=1)
     length = options.block_length
-    first = options.tokens // length // 2 * length  # of a block in the middle
+    first = options.tokens // length // 2 * length  # position of a block in the middle
     holed = [*text[:first], *[mask_id] * length, *text[first + length :]]
     given = {"gen_length": options.tokens, "block_length": length}
     if options.family in SCANNING:
@@ -114,15 +114,15 @@ def cases_of(options: argparse.Namespace, shape: Shape, mask_id: int) -> dict[st
         return {
             "unchanged": {**given, **nothing, "canvas_token_ids": text},
             "block": {**given, **nothing, **filled, "canvas_token_ids": holed},
-            "anew": {**given, **nothing, "threshold": 1.0, "num_to_transfer": 2},
+            "generated": {**given, **nothing, "threshold": 1.0, "num_to_transfer": 2},
         }
     given["algorithm"] = "semi_ar"
     num_blocks = options.tokens // length
     if not shape.block_length:
         given["cache"] = "dual"
-    anew = {"steps": num_blocks * length // 2}
+    two = {"steps": num_blocks * length // 2}
     cases = {
-        "unchanged": {**given, **anew, "edit_threshold": IMPROBABLE, "canvas_token_ids": text},
+        "unchanged": {**given, **two, "edit_threshold": IMPROBABLE, "canvas_token_ids": text},
         "block": {
             **given,
             "steps": num_blocks * options.steps,
@@ -136,7 +136,7 @@ def cases_of(options: argparse.Namespace, shape: Shape, mask_id: int) -> dict[st
             "edit_threshold": 1.0,
             "canvas_token_ids": text,
         },
-        "anew": {**given, **anew},
+        "generated": {**given, **two},
     }
     if shape.block_length:
         del cases["spread"]

@@ -137,8 +137,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "semi_ar",
             "semi_ar.SemiAutoregressive",
-            "a fixed number of the most confident candidates; blocks are filled one after the "
-            "other",
+            "a fixed number of the most confident candidates of the block",
             source=1,
             pace="steps",
             random_scores="all",
@@ -205,9 +204,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "multi_block",
             "multi_block.MultiBlock",
-            "like `full_attn_multi_block`, and also by entropy, but at most one block starts per "
-            "step, and except on Dream the candidate with the lowest entropy of all is always "
-            "committed",
+            "like `full_attn_multi_block`, but at most one block starts per step. Except on Dream, "
+            "the candidate with the lowest entropy of all started blocks is always committed",
             source=5,
             blocks="together",
             score="entropy",
@@ -237,8 +235,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "dream",
             "dream.Dream",
-            "about equal shares of the canvas: the candidates that `alg` ranks highest, in any "
-            "place",
+            "the candidates that `alg` ranks highest, anywhere on the canvas; all steps commit "
+            "about the same number",
             source=7,
             blocks="none",
             score="alg",

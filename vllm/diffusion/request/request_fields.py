@@ -162,10 +162,10 @@ class RequestFields:
         applies=lambda a, model: a.can_score_at_random(is_shifted=model.is_shifted),
     )
     cache: str = param(
-        "which keys and values later steps reuse. They are exact on block-causal families, "
-        "an approximation on full-attention families: frozen (the prompt's) with every algorithm, "
-        "prefix and dual with algorithms that fill one block after the other, delayed with "
-        "multi_block",
+        "which keys and values later steps reuse. They are exact on block-causal families and an "
+        "approximation on full-attention families. Approximations: frozen (the prompt's) with "
+        "every algorithm except daedal; prefix and dual with algorithms that fill one block after "
+        "the other, except daedal; delayed with multi_block",
         default_text="none; exact for block-causal families",
         choices=CACHES,
         server_wide=True,
