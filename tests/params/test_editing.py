@@ -2,9 +2,11 @@
 """Tags of edit and apply requests, and merges of snippets."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
+from vllm.diffusion.editing.differences import Edit, applied, edits_between
 from vllm.diffusion.editing.merge import is_marker, merged
 from vllm.diffusion.editing.regions import Region
 from vllm.diffusion.editing.tags import TagError, lines_around, read_apply, read_edit
@@ -193,18 +195,23 @@ def test_tokens_across_a_border_are_outside() -> None:
     assert wide.outside(1, 5) == [[0, 1], [2, 3]]
 
 
+def revised(region: Region, new_ids: list[int]) -> str:
+    """Return the text after its tokens became `new_ids`."""
+    return region.revised(edits_between(region.token_ids, new_ids), Bytes())
+
+
 def test_empty_masks_and_end_tokens_add_no_text() -> None:
     region = region_of("ab", masks=2, cursor=1)
-    assert region.revised([97, 256, 256, 98], Bytes()) == "ab"
-    assert region.revised([97, 120, 121, 98], Bytes()) == "axyb"
-    assert region.revised([97, 256, 256, 256], Bytes()) == "a"
-    assert region.revised([256, 122, 256, 98], Bytes()) == "zb"
+    assert revised(region, [97, 256, 256, 98]) == "ab"
+    assert revised(region, [97, 120, 121, 98]) == "axyb"
+    assert revised(region, [97, 256, 256, 256]) == "a"
+    assert revised(region, [256, 122, 256, 98]) == "zb"
 
 
 def test_whole_characters_are_decoded_again() -> None:
     """The second byte of a character changes."""
     region = region_of("a\u00e9b")
-    assert region.revised([97, 195, 170, 98], Bytes()) == "a\u00eab"
+    assert revised(region, [97, 195, 170, 98]) == "a\u00eab"
 
 
 def test_text_outside_edits_is_copied() -> None:
@@ -222,8 +229,44 @@ def test_text_outside_edits_is_copied() -> None:
                 changed.add(spans[at][0])
         wanted = tokenizer.decode(new, skip_special_tokens=True)
         # A text that is spelt differently has the same tokens.
-        assert Region(text, ids, spans).revised(new, tokenizer) == wanted
+        assert revised(Region(text, ids, spans), new) == wanted
         other = text.replace("a", "A")
         kept = "".join(c for at, c in enumerate(other) if at not in changed)
-        revised = Region(other, ids, spans).revised(new, tokenizer)
-        assert "".join(c for c in revised if c not in "xy") == kept
+        result = revised(Region(other, ids, spans), new)
+        assert "".join(c for c in result if c not in "xy") == kept
+
+
+def test_edits_may_insert_and_delete_tokens() -> None:
+    """Random edits of random texts, at the borders of characters of one to three tokens."""
+    rng, tokenizer = random.Random(4), Bytes()
+    for _ in range(2000):
+        text = "".join(rng.choice("ab\u00e9\u20ac\n") for _ in range(rng.randint(1, 9)))
+        ids, spans = tokenizer.encode(text)
+        borders = [at for at, (a, b) in enumerate(pairwise(spans)) if a != b]
+        borders = [0, *(at + 1 for at in borders), len(ids)]
+        places = sorted(rng.choices(borders, k=2 * rng.randint(0, 3)))
+        edits = [
+            Edit(start, stop, ids[start:stop], rng.choices(list(b"xyz"), k=rng.randint(0, 3)))
+            for start, stop in zip(places[::2], places[1::2], strict=True)
+        ]
+        wanted = tokenizer.decode(applied(ids, edits), skip_special_tokens=True)
+        assert Region(text, ids, spans).revised(edits, tokenizer) == wanted
+
+
+def test_a_character_of_which_tokens_vanish_is_decoded_again() -> None:
+    region = region_of("a\u20acb")
+    edits = [Edit(2, 3, [130], []), Edit(3, 3, [], [130])]
+    assert region.revised(edits, Bytes()) == "a\u20acb"
+    assert region.revised([Edit(1, 4, region.token_ids[1:4], [195, 169])], Bytes()) == "a\u00e9b"
+    assert region.revised([Edit(4, 4, [], [120])], Bytes()) == "a\u20acxb"
+    assert (
+        region_of("\u20ac").revised([Edit(0, 1, [226], [226]), Edit(2, 3, [172], [173])], Bytes())
+        == "\u20ad"
+    )
+    assert (
+        region.revised(
+            [Edit(1, 2, [226], [240, 159]), Edit(2, 3, [130], [152, 128]), Edit(3, 4, [172], [])],
+            Bytes(),
+        )
+        == "a\U0001f600b"
+    )

@@ -26,6 +26,7 @@ from vllm.diffusion.core.errors import ActivationBudgetError, AdapterError, Inva
 from vllm.diffusion.core.surrogates import refuse_lone_surrogates
 from vllm.diffusion.engine.planning import demand_of, make_planner
 from vllm.diffusion.memory import Admission, Rates
+from vllm.diffusion.request.algorithms import algorithms_for
 from vllm.diffusion.request.decision import (
     DECISION,
     attach,
@@ -131,6 +132,13 @@ class Validator:
             family = self._model.family.name
             raise InvalidParameterError("model", family, "wanted a family with a mask token")
         return self._model.ids.mask
+
+    def inserts_tokens(self, algorithm: str | None) -> bool:
+        """Whether an algorithm, by default the model's, also deletes and inserts tokens."""
+        family = self._model.family
+        name = algorithm or self._model.defaults.get("algorithm", family.default_algorithm)
+        named = algorithms_for(family).get(name)
+        return named is not None and named.edits_length
 
     @property
     def bounds_thinking(self) -> bool:

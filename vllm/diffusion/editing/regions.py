@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from vllm.diffusion.editing.differences import Edit
 
 Span = tuple[int, int]  # first character or position, and last + 1
 
@@ -62,48 +64,60 @@ class Region(NamedTuple):
         borders = [at for at, (a, b) in enumerate(pairwise([False, *is_outside, False])) if a != b]
         return [[*pair] for pair in zip(borders[::2], borders[1::2], strict=True)]
 
-    def revised(self, new_ids: Sequence[int], decoder: Decoder) -> str:
-        """Return the text with other tokens; special tokens among them add no text.
+    def revised(self, edits: Iterable[Edit], decoder: Decoder) -> str:
+        """Return the text after edits; special tokens among their tokens add no text.
 
         Args:
-            new_ids: [N] the tokens after the revision.
+            edits: edits of `token_ids`, which ascend and do not overlap.
             decoder: the tokenizer.
         """
-        result, done, at = list[str](), 0, 0
-        while at < len(new_ids):
-            if new_ids[at] == self.token_ids[at]:
-                at += 1
-                continue
-            first, last = self._characters(new_ids, at)
-            start, stop = self.spans[first][0], self.spans[last - 1][1]
-            result += [self.text[done:start], _added(new_ids, first, last, decoder)]
-            done, at = max(stop, start), last
+        result, done, before = list[str](), 0, list[int]()
+        last = 0
+        for first, stop, ids in self._whole_characters(edits):
+            if first > last:
+                before = self.token_ids[first - 1 : first]
+            start, end = self._characters(first, stop)
+            result += [self.text[done:start], _added(before, ids, decoder)]
+            done, last, before = max(end, start), stop, [*before, *ids][-1:]
         return "".join([*result, self.text[done:]])
 
-    def _characters(self, new_ids: Sequence[int], at: int) -> Span:
-        """Return the run of changed tokens from a position on, extended to whole characters."""
-        first, last = at, at + 1
-        while last < len(new_ids) and (
-            new_ids[last] != self.token_ids[last] or self._share(last - 1, last)
-        ):
-            last += 1
-        while first > 0 and self._share(first - 1, first):
-            first -= 1
-        return first, last
+    def _whole_characters(self, edits: Iterable[Edit]) -> list[tuple[int, int, list[int]]]:
+        """Return edits as first token, end and new tokens, extended to whole characters."""
+        runs, length = list[tuple[int, int, list[int]]](), len(self.token_ids)
+        for edit in edits:
+            first, stop = edit.start, edit.stop
+            while 0 < first < length and self._share(first - 1, first):
+                first -= 1
+            while 0 < stop < length and self._share(stop - 1, stop):
+                stop += 1
+            ids, done = list[int](), first
+            if runs and first < runs[-1][1]:  # both are in one character
+                first, end, ids = runs.pop()
+                done = min(end, edit.start)
+                del ids[len(ids) - (end - done) :]  # tokens that this edit replaces or follows
+            ids += [*self.token_ids[done : edit.start], *edit.new_ids]
+            runs.append((first, stop, ids + self.token_ids[edit.stop : stop]))
+        return runs
+
+    def _characters(self, first: int, stop: int) -> Span:
+        """Return the characters of tokens [first, stop)."""
+        if first < stop:
+            return self.spans[first][0], self.spans[stop - 1][1]
+        place = self.spans[first - 1][1] if first else 0
+        return place, place
 
     def _share(self, left: int, right: int) -> bool:
         """Whether two neighbouring tokens have a part of the same character."""
         return self.spans[right][0] < self.spans[left][1]
 
 
-def _added(ids: Sequence[int], first: int, last: int, decoder: Decoder) -> str:
-    """Return the text that tokens [first, last) add to the token before them.
+def _added(before: Sequence[int], ids: Sequence[int], decoder: Decoder) -> str:
+    """Return the text that tokens add to the token before them, if there is one.
 
     Some tokenizers write no space before the first word of a text.
     """
-    before = list(ids[max(first - 1, 0) : first])
-    head = decoder.decode(before, skip_special_tokens=True)
-    whole = decoder.decode([*before, *ids[first:last]], skip_special_tokens=True)
+    head = decoder.decode([*before], skip_special_tokens=True)
+    whole = decoder.decode([*before, *ids], skip_special_tokens=True)
     if whole.startswith(head):
         return whole[len(head) :]
-    return decoder.decode(list(ids[first:last]), skip_special_tokens=True)
+    return decoder.decode([*ids], skip_special_tokens=True)

@@ -14,7 +14,7 @@ from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody
 from vllm.diffusion.api.schema import body_class
 from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.editing.differences import Edit, applied
+from vllm.diffusion.editing.differences import Edit
 from vllm.diffusion.editing.merge import merged
 from vllm.diffusion.editing.regions import Region
 from vllm.diffusion.editing.tags import TagError, lines_around, read_apply, read_edit
@@ -114,14 +114,17 @@ class RevisionHandler:
         try:
             call = _read(read_edit, body)
             limit = body.get("max_tokens") or DEFAULT_EDIT_TOKENS
-            slack = body.get("slack", DEFAULT_SLACK)
+            inserts = self._validator.inserts_tokens(body.get("algorithm"))
+            slack = body.get("slack", 0 if inserts else DEFAULT_SLACK)
+            if inserts and slack:
+                raise InvalidParameterError("slack", slack, "wanted 0: the model inserts tokens")
             region = self._region(call.region, call.cursor, slack, limit, _content_field(body))
             fields = {
                 "canvas_token_ids": region.token_ids,
                 "pinned": _pinned(region, call.cursor),
                 # End tokens among the region's tokens add no text.
-                "ignore_eos": True,
-                "max_tokens": len(region.token_ids),
+                "ignore_eos": not inserts,
+                "max_tokens": None if inserts else len(region.token_ids),
             }
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
@@ -130,7 +133,7 @@ class RevisionHandler:
             return answer
         (edits,) = answer.diffusion["edits"]
         named = [Edit(*(edit[name] for name in Edit._fields)) for edit in edits]
-        text = region.revised(applied(region.token_ids, named), self._tokenizer)
+        text = region.revised(named, self._tokenizer)
         return _completion(answer.model_dump(), EDIT, f"```\n{text}\n```")
 
     def _region(
