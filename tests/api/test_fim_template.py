@@ -42,7 +42,11 @@ def test_other_names_of_the_tokens() -> None:
 @pytest.mark.parametrize(
     ("prompt", "tokenizer", "message"),
     [
-        ("a", Tokenizer("<|fim_prefix|>"), "fim_template: given True; wanted a tokenizer with <|fim"),
+        (
+            "a",
+            Tokenizer("<|fim_prefix|>"),
+            "fim_template: given True; wanted a tokenizer with <",
+        ),
         ("a", Tokenizer("<fim_prefix>", unknown=3), "fim_template: given True; wanted a tokenizer"),
         ([1, 2], QWEN, "prompt: given [1, 2]; wanted a text beside fim_template"),
     ],

@@ -121,6 +121,9 @@ def drawn(rng: random.Random, model: Any) -> tuple[Request, Wanted]:
     if rng.random() < 0.5:
         starts = [rng.randrange(len(text)) for _ in range(rng.randint(1, 3))]
         more["pinned"] = [[at, rng.randint(at + 1, len(text))] for at in starts]
+    for name in ("complete_blocks", "return_trajectory"):
+        if rng.random() < 0.2:
+            more[name] = True
     limit = rng.choice([0.6, 0.8, 0.9])
     # Most blocks of a repaired text stay.
     stable = by_blocks(model, repair(text, prompt, limit, **more)).token_ids
@@ -134,6 +137,8 @@ def assert_repaired(answer: Response, wanted: Wanted) -> None:
     assert answer.token_ids == wanted.token_ids
     assert answer.num_forwards == wanted.num_forwards
     assert answer.report["scoring"] == "direct"
+    trajectory = answer.report.get("trajectory", {"token_ids": wanted.token_ids})
+    assert trajectory["token_ids"][: len(wanted.token_ids)] == wanted.token_ids
 
 
 def test_random_texts_alone_and_together(served: tuple[Engine, Any]) -> None:

@@ -61,6 +61,10 @@ def drawn(rng: random.Random) -> Request:
     if rng.random() < 0.4:
         fields["edit_rounds"] = rng.randint(2, 4)
     if rng.random() < 0.3:
+        fields["complete_blocks"] = True
+    if rng.random() < 0.3:
+        fields["return_trajectory"] = True
+    if rng.random() < 0.3:
         fields["gen_length"] = 32
     if rng.random() < 0.2:
         fields["suffix_ids"] = random_prompt(3, seed=1)
@@ -87,8 +91,19 @@ def assert_revised(one: Request, answer: Response) -> None:
     assert report["num_edited"] == len(differ) <= one.extra.get("max_edits", len(text))
     if one.extra.get("edit_rounds", 1) == 1:
         assert len(differ) <= report["num_remasked"]
+    if one.extra.get("return_trajectory"):
+        assert_recorded(report["trajectory"], text, answer)
     edits = [Edit(*edit.values()) for edit in report["edits"]]
     assert applied(text, edits) == answer.token_ids[: -1 if has_ended else None]
+
+
+def assert_recorded(trajectory: Any, text: list[int], answer: Response) -> None:
+    """Check that a token that never changed has step 0, and every other token a later one."""
+    tokens, steps = trajectory["token_ids"], trajectory["commit_steps"]
+    assert tokens[: len(answer.token_ids)] == answer.token_ids
+    assert trajectory["num_steps"] == answer.num_steps
+    for old, new, step in zip(text, tokens, steps, strict=False):
+        assert step > 0 or (step == 0 and old == new) or new == MASK_ID
 
 
 def test_random_revisions_alone_and_together(served: tuple[Engine, Any, bool]) -> None:

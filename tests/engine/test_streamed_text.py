@@ -50,7 +50,9 @@ def drawn(rng: random.Random) -> Request:
     if rng.random() < 0.3:
         text[rng.randrange(len(text))] = MASK_ID
         more["max_tokens"] = more["gen_length"] = len(text) + rng.randint(0, 6)
-    return revise(text, random_prompt(rng.randint(1, 20), seed=rng.randrange(99)), **more)
+    sampling: dict[str, Any] = {"logprobs": 1} if rng.random() < 0.3 else {}
+    one = revise(text, random_prompt(rng.randint(1, 20), seed=rng.randrange(99)), **more)
+    return Request(one.prompt, one.extra, sampling)
 
 
 def revised(engine: Engine, model: Any, one: Request) -> Plain:

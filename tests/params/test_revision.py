@@ -150,6 +150,9 @@ def test_a_text_whose_tokens_move_is_pinned_only_at_its_ends() -> None:
     assert "wanted none of [40, 41], which delete and insert" in refusal(
         STREAMED, canvas_token_ids=[11, 41]
     )
+    assert "wanted false beside canvas_text" in refusal(
+        STREAMED, canvas_text="one", return_trajectory=True
+    )
     assert "levenshtein replaces tokens by" in refusal(STREAMED, canvas_text="one", noise=0.5)
 
 

@@ -193,7 +193,6 @@ def test_log_probabilities_of_kept_tokens_are_zero(client: Client) -> None:
             "canvas_text",
             "wanted either it or canvas_token_ids",
         ),
-        ({"return_trajectory": True}, "return_trajectory", "wanted false beside canvas_text"),
         ({"allow_infill": True}, "allow_infill", "wanted false beside canvas_text"),
     ],
 )

@@ -131,7 +131,9 @@ def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
     [
         (LLADA, ("pinned", "noise", "edit_threshold", "max_edits")),
         (LLADA21, ("pinned",)),
-        (SDAR, None),
+        (LLADA22, ("pinned",)),
+        (SDAR, ("pinned", "noise", "edit_threshold", "max_edits")),
+        (NEMOTRON, None),
     ],
 )
 def test_what_limits_a_revision(family: Family, limits: tuple[str, ...] | None) -> None:

@@ -130,15 +130,18 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
     visibility = _visibility_of(params, num_prompt_tokens)
     length = num_positions(visibility, num_prompt_tokens, params.gen_length)
     is_exact = params.cache == "exact"
-    # The blocks of a text are scanned together.
-    scans = params.revision is not None
+    first, num_sampled = visibility.first_end(num_prompt_tokens), params.block_length
+    if params.revision is not None:  # its blocks are scanned together
+        text = len(params.revision.token_ids) if params.ends_with_text else params.gen_length
+        first = num_positions(visibility, num_prompt_tokens, text)
+        num_sampled = text
     return Demand(
         length=length,
-        sample_positions=params.gen_length if scans else params.block_length,
+        sample_positions=num_sampled,
         num_sequences=2 if params.cfg_scale > 0 else 1,
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
-        first=length if scans else min(visibility.first_end(num_prompt_tokens), length),
+        first=min(first, length),
         unit=params.block_length if is_exact else None,
         adapts=adapts,
         of_rule=rule_memory(params),

@@ -52,7 +52,7 @@ class ItemWindow(Protocol):
 class BatchItem(Protocol):
     """What a step packs and samples: the next forward of a `Canvas`, or a guest's own item.
 
-    The members are those of `Canvas`.
+    `Canvas` has the same members.
     """
 
     @property

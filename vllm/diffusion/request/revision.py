@@ -46,8 +46,6 @@ _BESIDE_A_TEXT = {
 }
 # Fields that choose tokens by the scores of masked copies.
 _OF_SCORES = ("noise", "edit_threshold", "max_edits", "edit_rounds")
-# Fields that have no meaning yet together with a text.
-_NOT_BESIDE_A_TEXT = ("allow_infill", "return_trajectory", "complete_blocks")
 
 
 @dataclass(frozen=True)
@@ -146,14 +144,14 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
 def limits_for(family: Family) -> tuple[str, ...] | None:
     """Return the fields that limit how much of a text changes; None if no text is revised.
 
-    They are those of the family's default algorithm.
+    The family's default algorithm decides them.
     """
     if not _revises(family):
         return None
     default = algorithms_for(family)[family.default_algorithm]
     if default.text_rule is None:
         return ("pinned", "noise", "edit_threshold", "max_edits")
-    return () if default.edits_length else ("pinned",)
+    return ("pinned",)
 
 
 def _revises(family: Family) -> bool:
@@ -182,7 +180,9 @@ def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> 
         raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
     if spec is not None and request.algorithm.text_rule is not None:
         raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
-    for name in _NOT_BESIDE_A_TEXT:
+    # A trajectory has no form for tokens that move.
+    moving = ("return_trajectory",) if request.algorithm.edits_length else ()
+    for name in ("allow_infill", *moving):
         if given.get(name):
             raise InvalidParameterError(name, given[name], f"wanted false beside {names[0]}")
 

@@ -62,7 +62,7 @@ def trajectory_of(item: RequestState, trajectory: Trajectory) -> dict[str, Any]:
 def _is_replayable(params: DiffusionParams) -> bool:
     """Whether the commits determine the input of every forward pass."""
     is_exact = params.cache in ("none", "exact") and params.algorithm != "credit"
-    return is_exact and not params.is_open
+    return is_exact and not params.is_open and params.revision is None
 
 
 def parameters_of(params: DiffusionParams) -> dict[str, Any]:

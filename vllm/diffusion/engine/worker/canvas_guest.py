@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.scoring import CandidateScoring
-    from vllm.diffusion.decoding import BatchedCommit, Candidates, Commit, ForwardTarget
+    from vllm.diffusion.decoding import (
+        BatchedCommit,
+        Candidates,
+        Commit,
+        DecodingRule,
+        ForwardTarget,
+    )
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
@@ -50,6 +56,12 @@ class CanvasGuest:
     def commit(self, tokens: Array, candidates: Candidates, commit: Commit) -> Commit:
         """Return what to commit if the rule has chosen `commit` from `candidates`."""
         return commit
+
+    def rescored(self, rule: DecodingRule, positions: Array, step: int) -> None:
+        """Handle a text whose tokens at `positions` [K] become masks in step number `step`.
+
+        A new rule fills them. The steps since the latest commit have only scored tokens.
+        """
 
     def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
         """Handle a commit that was chosen together with the commits of other requests.

@@ -76,7 +76,11 @@ class Proposals(CanvasGuest):
             logprobs = Logprobs.unpack(torch.from_numpy(candidates.logprobs), self._num_top)
             current = tokens[candidates.positions]
             is_new = (current == self._mask_id) | self._confirms(candidates, current)
-            self._note(candidates, logprobs, commit, is_new)
+            is_proposed = commit.positions <= candidates.positions[-1]
+            if not is_proposed.all():
+                self._move(commit.positions[~is_proposed], commit.tokens[~is_proposed])
+            kept = commit.positions[is_proposed], commit.tokens[is_proposed]
+            self._note(candidates, logprobs, type(commit)(*kept), is_new)
         positions = commit.positions - self._prompt_length
         # The last block may be longer than the canvas.
         on_canvas = (positions >= 0) & (positions < self._drafted.size)
@@ -90,6 +94,12 @@ class Proposals(CanvasGuest):
         is_unknown = np.isnan(self._logprobs[places.clip(0, len(self._ranks) - 1), 0])
         confirms: NDArray[np.bool_] = is_unknown & (candidates.tokens == standing)
         return confirms
+
+    def _move(self, positions: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Record tokens that an insertion or a deletion has moved behind the forward's rows."""
+        at = positions - self._prompt_length
+        at, tokens = at[at < len(self._ranks)], tokens[at < len(self._ranks)]
+        self._tokens[at, 0], self._logprobs[at, 0] = tokens, np.nan
 
     def _note(
         self,

@@ -39,7 +39,7 @@ class BlockTracker:
     def __init__(
         self, params: DiffusionParams, prompt_length: int, length: int, rule: DecodingRule
     ) -> None:
-        self._rule, self._prompt_length = rule, prompt_length
+        self.rule, self._prompt_length = rule, prompt_length
         end, width = length - prompt_length, params.block_length
         # The row has room for a whole block after the answer.
         if params.has_causal_context:
@@ -59,12 +59,13 @@ class BlockTracker:
 
         Only blocks that exist so far count; before the first block, a block of one position.
         """
-        sized = self._rule.block_bounds
+        sized = self.rule.block_bounds
         if sized is None:
             return self._bounds
         start = self._prompt_length
         sized = sized or ((start, start + 1),)
-        return np.array([*(begin for begin, _ in sized), sized[-1][1]]) - start
+        # Tokens of a text before the first block belong to this block.
+        return np.array([start, *(begin for begin, _ in sized[1:]), sized[-1][1]]) - start
 
 
 class _Noted(NamedTuple):
@@ -127,7 +128,7 @@ class Recorder(CanvasGuest):
     def begin(self, tokens: Array) -> None:
         self._tokens[:] = tokens
         masked = tokens == self._params.mask_id
-        self._steps[masked] = -1
+        self._steps[:] = np.where(masked, -1, 0)
         self._holes = masked[: self._prompt_length].nonzero()[0]
 
     def use_weights(self, generation: int) -> None:
@@ -141,6 +142,11 @@ class Recorder(CanvasGuest):
     def fill(self, start: int, token: int | Array, end: int | None) -> None:
         assert isinstance(token, int)
         self._noted.append((self._step, start, token, end))
+
+    def rescored(self, rule: DecodingRule, positions: Array, step: int) -> None:
+        self._rule = self._blocks.rule = rule
+        self._step = step
+        self._noted += [(step, int(at), self._params.mask_id, int(at) + 1) for at in positions]
 
     def watch(self, commit: BatchedCommit, *, is_mask_forbidden: bool) -> None:
         self._note(commit, commit.eligible, commit.logprobs, is_mask_forbidden=is_mask_forbidden)
@@ -191,7 +197,7 @@ class Recorder(CanvasGuest):
         self._replaces |= bool((self._steps[changed] >= 0).any())
         count = changed.size
         self._put(np.full(count, step), changed, np.full(count, token), np.full(count, np.nan))
-        self._is_filled[changed] = True
+        self._is_filled[changed] = token != self._params.mask_id
 
     def _take(self, commits: Sequence[_Noted]) -> None:
         if not commits:
@@ -246,7 +252,10 @@ class Recorder(CanvasGuest):
             for numbers in (seen, steps)
         )
         first = np.where(first < never, first, committed)
-        (begun,) = (first < never).nonzero()
+        is_begun = first < never
+        if params.revision is not None:
+            is_begun |= np.minimum.reduceat(steps, starts) >= 0  # the text has the whole block
+        (begun,) = is_begun.nonzero()
         end = int(stops[begun[-1]]) if begun.size else 0
         in_block = steps - np.repeat(first, stops - starts) + 1
         block_steps = np.where(steps > 0, np.maximum(in_block, 1), steps)[:end]
@@ -293,6 +302,9 @@ class CompleteBlocks(CanvasGuest):
     ) -> None:
         self._blocks = BlockTracker(params, prompt_length, len(tokens), rule)
         self._prompt_length, self._mask_id = prompt_length, params.mask_id
+
+    def rescored(self, rule: DecodingRule, positions: Array, step: int) -> None:
+        self._blocks.rule = rule
 
     def may_end(self, tokens: Array, end: int) -> bool:
         bounds, canvas = self._blocks.bounds, tokens[self._prompt_length :]

@@ -68,6 +68,7 @@ class TextCanvas(Canvas):
         rest = self.params.eos_id if self.params.ends_with_text else self.params.mask_id
         self._text[:] = rest
         self._text[: len(self._revision.token_ids)] = self._revision.token_ids
+        self._text[list(self._revision.broken)] = self.params.mask_id
         for guest in self._guests:
             guest.begin(self.tokens)
 
@@ -93,10 +94,10 @@ class RevisedCanvas(TextCanvas):
     ) -> None:
         super().__init__(new, cache, visibility)
         self._original = self._text.copy()
+        self._original[: len(self._revision.token_ids)] = self._revision.token_ids
         self._is_pinned = self._revision.is_pinned(self._text.size)
         self._rounds_left = self._revision.rounds
         self._known_texts = set[bytes]()
-        self._text[list(self._revision.broken)] = self.params.mask_id
         self._num_remasked = len(self._revision.broken)
         self._use_rule(self.rule)
         self._scores: StripedScores | None = None
@@ -236,6 +237,8 @@ class RevisedCanvas(TextCanvas):
         if self._most is not None:
             self._most -= chosen.size
         self._use_rule(make_rule(self.params, self.prompt_length))
+        for guest in self._guests:
+            guest.rescored(self.rule, chosen, self.num_steps + 1)
         return Commit(chosen, np.full(chosen.size, self.params.mask_id))
 
     def _chosen_again(self, scores: StripedScores) -> Array:
