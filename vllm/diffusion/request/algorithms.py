@@ -766,8 +766,8 @@ class AlgorithmParams:
         minimum=0,
     )
     stride: int | None = algorithm_param(
-        "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. It "
-        "changes the speed, and no token of the answer",
+        "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. "
+        "This changes the speed, but not the answer with acceptance coupled",
         default_text=f"block_size of config.json plus 1, else {DEFAULT_STRIDE}",
         minimum=MIN_STRIDE,
         maximum=MAX_STRIDE,
