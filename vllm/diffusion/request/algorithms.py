@@ -767,7 +767,7 @@ class AlgorithmParams:
     )
     stride: int | None = algorithm_param(
         "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. "
-        "This changes the speed, but not the answer with acceptance coupled",
+        "This changes the speed, but, except with acceptance ratio, not the answer",
         default_text=f"block_size of config.json plus 1, else {DEFAULT_STRIDE}",
         minimum=MIN_STRIDE,
         maximum=MAX_STRIDE,

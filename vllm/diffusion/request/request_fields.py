@@ -245,7 +245,8 @@ class RequestFields:
     )
     predicted_text: ClassVar[str] = param(
         "self_speculation, introspective: the expected text of the answer. As long as the answer "
-        "follows it, its tokens are the drafts. This changes the speed, but not the answer",
+        "follows it, its tokens are the drafts. This changes the speed, but, except with "
+        "acceptance ratio, not the answer",
         default_text="none",
         read=read_text,
         uses=lambda a: a.drafts,
