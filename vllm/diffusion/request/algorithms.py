@@ -412,8 +412,8 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
             "introspective",
             "introspective.Introspective",
             "the tokens of `autoregressive`, in fewer forward passes. Each pass verifies the "
-            "drafts of the previous pass, commits those before the first wrong one and the token "
-            "after them, and drafts the next `stride` - 1 tokens",
+            "drafts of the previous pass, and drafts the next `stride` - 1 tokens. It commits all "
+            "drafts before the first wrong draft, and the token after them",
             source=16,
             blocks="none",
             pace="rule alone",
@@ -766,24 +766,24 @@ class AlgorithmParams:
         minimum=0,
     )
     stride: int | None = algorithm_param(
-        "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. It "
-        "changes the speed, and no token of the answer",
+        "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. "
+        "This changes the speed, but, except with acceptance ratio, not the answer",
         default_text=f"block_size of config.json plus 1, else {DEFAULT_STRIDE}",
         minimum=MIN_STRIDE,
         maximum=MAX_STRIDE,
         resolve=_stride,
     )
     acceptance: str = algorithm_param(
-        "introspective: when a draft is accepted. With coupled, if it is the token that "
-        "autoregressive draws with the same seed, so the answer is the same. With ratio, with a "
-        "probability that keeps the distribution of autoregressive",
+        "introspective: when a draft is accepted. With coupled, a draft is accepted if "
+        "autoregressive draws the same token with the same seed, so the answer is the same. With "
+        "ratio, it is accepted with a probability that keeps the distribution of autoregressive",
         default="coupled",
         choices=("coupled", "ratio"),
     )
     draft_branches: str = algorithm_param(
-        "introspective: after which tokens a forward pass drafts. With last, only after all "
-        "drafts; with all, after every draft, in steps of at most 128 rows. It changes the speed, "
-        "and no token of the answer",
+        "introspective: where a forward pass drafts. With last, it drafts only after all drafts; "
+        "with all, after every draft, in steps of at most 128 rows. This changes the speed, but "
+        "not the answer",
         default="last",
         choices=("last", "all"),
         resolve=_draft_branches,

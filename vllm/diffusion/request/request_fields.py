@@ -244,8 +244,9 @@ class RequestFields:
         "return the unified diff between the text and the answer in the report", default=False
     )
     predicted_text: ClassVar[str] = param(
-        "self_speculation, introspective: text that the answer is expected to have; its tokens are "
-        "the drafts where the answer follows it. It changes the speed, and no token of the answer",
+        "self_speculation, introspective: the expected text of the answer. As long as the answer "
+        "follows it, its tokens are the drafts. This changes the speed, but, except with "
+        "acceptance ratio, not the answer",
         default_text="none",
         read=read_text,
         uses=lambda a: a.drafts,
