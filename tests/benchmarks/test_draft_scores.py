@@ -22,6 +22,6 @@ def test_masked_copies_find_wrong_tokens(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "draft_scores.json").read_text())["rows"]
     by_kind = {(row["wrong"], row["scoring"]): row for row in rows}
     for kind in ("random", "likely"):
-        assert by_kind[kind, "striped 4"]["auc"] > 0.97
+        assert by_kind[kind, "striped 4"]["auc"] > 0.95
         assert by_kind[kind, "striped 4"]["auc"] > by_kind[kind, "direct"]["auc"] + 0.1
         assert by_kind[kind, "striped 4"]["num_rows"] == 4

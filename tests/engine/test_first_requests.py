@@ -112,7 +112,7 @@ def test_every_bucket_that_a_step_can_need_has_been_run(
 
 def find(buckets: Any, rows: int, number: int, *, is_cached: bool) -> Bucket | None:
     """Return the bucket of a step with this number of rows of this number of sequences."""
-    packing = SimpleNamespace(ends=torch.zeros(number).numpy())
+    packing = SimpleNamespace(ends=torch.zeros(number).numpy(), copy_slots=None)
     num_whole = 0 if is_cached else rows
     sizes = {"num_rows": rows, "num_whole": num_whole, "slots": None}
     return buckets.find(SimpleNamespace(packing=packing, **sizes))
