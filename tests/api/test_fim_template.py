@@ -48,7 +48,7 @@ def test_other_names_of_the_tokens() -> None:
             "fim_template: given True; wanted a tokenizer with <",
         ),
         ("a", Tokenizer("<fim_prefix>", unknown=3), "fim_template: given True; wanted a tokenizer"),
-        ([1, 2], QWEN, "prompt: given [1, 2]; wanted a text beside fim_template"),
+        ([1, 2], QWEN, "prompt: given [1, 2]; wanted a text with fim_template"),
     ],
 )
 def test_refusals(prompt: Any, tokenizer: Tokenizer, message: str) -> None:

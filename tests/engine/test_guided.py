@@ -4,7 +4,7 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,27 @@ def test_what_cannot_be_had_is_refused(engine: Engine, extra: Any, message: str)
     assert engine.is_idle()
 
 
+def damaged(
+    token_ids: Sequence[int], generator: random.Random
+) -> tuple[list[int], list[list[int]]]:
+    """Return tokens with three random ones replaced, and ranges of every second other token."""
+    text = list(token_ids)
+    broken = sorted(generator.sample(range(len(text)), 3))
+    for at in broken:
+        text[at] = generator.choice([97, 98, 99])
+    return text, [[at, at + 1] for at in range(len(text)) if at not in broken][::2]
+
+
+def assert_repaired(engine: Engine, asks: Sequence[Request], limits: Sequence[int]) -> None:
+    """Check that answers match the schema with few changes, and that pinned tokens stay."""
+    for ask, answer, limit in zip(asks, engine.ask(*asks), limits, strict=True):
+        CHECK.validate(json.loads(answer.text))
+        assert answer.report["num_edited"] <= limit
+        for start, stop in ask.extra["pinned"]:
+            given = ask.extra["canvas_token_ids"][start:stop]
+            assert answer.token_ids[start:stop] in (given, [])
+
+
 def test_a_text_is_repaired_until_it_matches(engine: Engine) -> None:
     """As few tokens change as were broken, and pinned ones stay; also if others are scored."""
     generator = random.Random(4)
@@ -189,22 +210,13 @@ def test_a_text_is_repaired_until_it_matches(engine: Engine) -> None:
     asks, limits = [], []
     for answer in whole:
         for scores in ({"noise": 0}, {"noise": 0.3, "algorithm": "threshold"}):
-            text = list(answer.token_ids)
-            broken = sorted(generator.sample(range(len(text)), 3))
-            for at in broken:
-                text[at] = generator.choice([97, 98, 99])
-            pins = [[at, at + 1] for at in range(len(text)) if at not in broken][::2]
+            text, pins = damaged(answer.token_ids, generator)
             extra = {"canvas_token_ids": text, "pinned": pins, "gen_length": 64, **scores}
             asks.append(
                 Request(random_prompt(9), {**extra, "structured_outputs": {"json": SCHEMA}})
             )
             limits.append(3 if scores["noise"] == 0 else len(text))
-    for ask, answer, limit in zip(asks, engine.ask(*asks), limits, strict=True):
-        CHECK.validate(json.loads(answer.text))
-        assert answer.report["num_edited"] <= limit
-        for start, stop in ask.extra["pinned"]:
-            given = ask.extra["canvas_token_ids"][start:stop]
-            assert answer.token_ids[start:stop] in (given, [])
+    assert_repaired(engine, asks, limits)
 
 
 def test_texts_with_the_same_format_share_its_language(
@@ -282,18 +294,9 @@ def test_block_causal_families_repair_texts(checkpoint: Callable[[str], Path], c
         )
         asks, limits = [], []
         for number, whole in enumerate(wholes):
-            text = list(whole.token_ids)
-            broken = sorted(generator.sample(range(len(text)), 3))
-            for at in broken:
-                text[at] = generator.choice([97, 98, 99])
-            pins = [[at, at + 1] for at in range(len(text)) if at not in broken][::2]
+            text, pins = damaged(whole.token_ids, generator)
             noise = 0.3 * (number % 2)
             extra = {**shared, "canvas_token_ids": text, "pinned": pins, "noise": noise}
             asks.append(Request(random_prompt(9), extra))
             limits.append(len(text) if noise else 3)
-        for ask, answer, limit in zip(asks, engine.ask(*asks), limits, strict=True):
-            CHECK.validate(json.loads(answer.text))
-            assert answer.report["num_edited"] <= limit
-            for start, stop in ask.extra["pinned"]:
-                given = ask.extra["canvas_token_ids"][start:stop]
-                assert answer.token_ids[start:stop] in (given, [])
+        assert_repaired(engine, asks, limits)

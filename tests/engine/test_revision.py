@@ -13,6 +13,7 @@ from reference.models import load_reference, shift_right
 from tests.checkpoints import EOS_ID, MASK_ID, random_prompt
 from tests.engine.cases import PLANS
 from tests.engine.harness import Engine, Request, Response, rows_of_launches, running
+from tests.engine.revisions import assert_recorded, changed_positions, drawn_limits
 from vllm.diffusion.editing.choice import NUM_STRIPES, choose
 from vllm.diffusion.editing.differences import Edit, applied
 from vllm.diffusion.memory.plan import Plan
@@ -49,21 +50,7 @@ def drawn(rng: random.Random) -> Request:
     fields: dict[str, Any] = {"seed": rng.randrange(100), "temperature": rng.choice([0, 0, 0.7])}
     fields["algorithm"] = rng.choice(BLOCKS)
     fields["cache"] = rng.choice(ALGORITHMS[fields["algorithm"]].caches)
-    if rng.random() < 0.6:
-        fields["noise"] = rng.choice([0, 0.2, 0.5, 1])
-    if rng.random() < 0.5:
-        fields["edit_threshold"] = rng.choice([0, 0.003, 0.1, 1])
-    if rng.random() < 0.5:
-        fields["max_edits"] = rng.randint(0, 6)
-    if rng.random() < 0.6:
-        starts = [rng.randrange(len(text)) for _ in range(rng.randint(1, 3))]
-        fields["pinned"] = [[at, rng.randint(at + 1, len(text))] for at in starts]
-    if rng.random() < 0.4:
-        fields["edit_rounds"] = rng.randint(2, 4)
-    if rng.random() < 0.3:
-        fields["complete_blocks"] = True
-    if rng.random() < 0.3:
-        fields["return_trajectory"] = True
+    fields |= drawn_limits(rng, len(text))
     if rng.random() < 0.3:
         fields["gen_length"] = 32
     if rng.random() < 0.2:
@@ -83,11 +70,7 @@ def assert_revised(one: Request, answer: Response) -> None:
     for start, stop in one.extra.get("pinned", ()):
         given = zip(text[start:stop], answer.token_ids[start:stop], strict=True)
         assert all(new == old or old == MASK_ID for old, new in given)
-    differ = [
-        at
-        for at, (old, new) in enumerate(zip(text, answer.token_ids, strict=False))
-        if old not in (MASK_ID, new)
-    ]
+    differ = changed_positions(text, answer.token_ids)
     assert report["num_edited"] == len(differ) <= one.extra.get("max_edits", len(text))
     if one.extra.get("edit_rounds", 1) == 1:
         assert len(differ) <= report["num_remasked"]
@@ -95,15 +78,6 @@ def assert_revised(one: Request, answer: Response) -> None:
         assert_recorded(report["trajectory"], text, answer)
     edits = [Edit(*edit.values()) for edit in report["edits"]]
     assert applied(text, edits) == answer.token_ids[: -1 if has_ended else None]
-
-
-def assert_recorded(trajectory: Any, text: list[int], answer: Response) -> None:
-    """Check that a token that never changed has step 0, and every other token a later one."""
-    tokens, steps = trajectory["token_ids"], trajectory["commit_steps"]
-    assert tokens[: len(answer.token_ids)] == answer.token_ids
-    assert trajectory["num_steps"] == answer.num_steps
-    for old, new, step in zip(text, tokens, steps, strict=False):
-        assert step > 0 or (step == 0 and old == new) or new == MASK_ID
 
 
 def test_random_revisions_alone_and_together(served: tuple[Engine, Any, bool]) -> None:

@@ -135,9 +135,8 @@ class Validator:
 
     def inserts_tokens(self, algorithm: str | None) -> bool:
         """Whether an algorithm, by default the model's, also deletes and inserts tokens."""
-        family = self._model.family
-        name = algorithm or self._model.defaults.get("algorithm", family.default_algorithm)
-        named = algorithms_for(family).get(name)
+        name = algorithm or self._model.default_algorithm
+        named = algorithms_for(self._model.family).get(name)
         return named is not None and named.edits_length
 
     @property

@@ -27,7 +27,7 @@ def in_template(prompt: Any, suffix: str, tokenizer: Any) -> str | list[str]:
     if isinstance(prompt, list) and all(isinstance(one, str) for one in prompt):
         return [_joined(names, one, suffix) for one in prompt]
     if not isinstance(prompt, str):
-        raise InvalidParameterError("prompt", prompt, "wanted a text beside fim_template")
+        raise InvalidParameterError("prompt", prompt, "wanted a text with fim_template")
     return _joined(names, prompt, suffix)
 
 

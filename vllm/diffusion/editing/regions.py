@@ -94,7 +94,7 @@ class Region(NamedTuple):
             if runs and first < runs[-1][1]:  # both are in one character
                 first, end, ids = runs.pop()
                 done = min(end, edit.start)
-                del ids[len(ids) - (end - done) :]  # tokens that this edit replaces or follows
+                del ids[len(ids) - (end - done) :]  # unchanged tokens, which this edit handles
             ids += [*self.token_ids[done : edit.start], *edit.new_ids]
             runs.append((first, stop, ids + self.token_ids[edit.stop : stop]))
         return runs

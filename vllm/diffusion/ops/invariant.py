@@ -87,7 +87,7 @@ class _FewRows(NamedTuple):
     """Memory for products of fewer than `MIN_ROWS` rows, which all weights of a shape share.
 
     Attributes:
-        x: [MIN_ROWS, depth], zeros in unused rows.
+        x: [MIN_ROWS, depth]; rows after the given ones are padding with any numbers.
         out: [MIN_ROWS * columns].
     """
 
@@ -95,7 +95,7 @@ class _FewRows(NamedTuple):
     out: Tensor
 
     def multiply(self, multiply: Multiply, x: Tensor, out: Tensor, *, adds: bool) -> None:
-        """Multiply rows x, filled up with others, and write the product of these rows to `out`."""
+        """Multiply rows x, padded to `MIN_ROWS` rows, and write their product to `out`."""
         num_rows, columns = out.shape
         product = self.out[: MIN_ROWS * columns].view(MIN_ROWS, columns)
         self.x[:num_rows].copy_(x)
@@ -116,7 +116,7 @@ def _few_rows(
 def multiply_rows(
     multiply: Multiply, x: Tensor, out: Tensor, few_rows: _FewRows, *, adds: bool = False
 ) -> None:
-    """Multiply rows x [R, depth] with numbers of rows for which the order is known.
+    """Multiply rows x [R, depth] in products with `MIN_ROWS` to `MAX_ROWS` rows.
 
     Args:
         multiply: writes a product, or adds it if `adds`. On a CPU it gets one row at a time.
@@ -215,7 +215,7 @@ class InvariantFp8Projection(Fp8Projection):
 
     @staticmethod
     def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> None:
-        """Return None: our kernels apply the scales before they round, cuBLAS's does not."""
+        """Return None: our kernels apply the scales before they round the sum, unlike cuBLAS."""
 
     def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
         return False

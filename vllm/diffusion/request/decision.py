@@ -428,7 +428,7 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
             wanted = f"wanted {in_words(usable)} beside {field}, as it moves tokens"
             raise InvalidParameterError("algorithm", algorithm, wanted)
         return allowed[algorithm]
-    default = allowed[model.defaults.get("algorithm", model.family.default_algorithm)]
+    default = allowed[model.default_algorithm]
     if default.name not in usable:
         default = next(iter(usable.values()))
     if "threshold" in request and "threshold" not in default.parameters and "threshold" in allowed:

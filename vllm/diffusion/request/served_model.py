@@ -91,6 +91,12 @@ class ServedModel:
     spans: Callable[[str], Sequence[tuple[int, int]]] | None = None
 
     @property
+    def default_algorithm(self) -> str:
+        """Name of the decoding algorithm of a request that names none."""
+        name: str = self.defaults.get("algorithm", self.family.default_algorithm)
+        return name
+
+    @property
     def is_shifted(self) -> bool:
         """Whether the row before a token's own row predicts it."""
         return self.family.logit_shift > 0

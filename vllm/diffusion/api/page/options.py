@@ -35,7 +35,7 @@ def page_options(model: ServedModel, name: str, version: str) -> dict[str, Any]:
     """
     family = model.family
     algorithms = algorithms_for(family)
-    default = model.defaults.get("algorithm", family.default_algorithm)
+    default = model.default_algorithm
     return {
         "version": version,
         "model": name,
