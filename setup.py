@@ -17,7 +17,7 @@ be on ``PYTHONPATH``).
 
 Environment:
 
-* ``BUILD_<ROOM>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``)
+* ``BUILD_<PACKAGE>=0`` (``BUILD_FLASH_SAMPLE``, ``BUILD_VLLM_ADD_LLADA``, ``BUILD_VMM_ALLOCATOR``)
   leaves a native package out.
 * ``NATIVE_CUDA_ARCHS`` lists the targets. The default is ``80 89 90a 100 120``. If the modules are
   built in the source tree, the default is reduced to the GPUs that nvidia-smi lists. Targets that
@@ -62,7 +62,7 @@ KEPT = frozenset({".css", ".html", ".js", ".py", ".svg", ".txt", ".typed", ".wof
 
 
 STAMP = "vllm/diffusion/ops/build_stamp.py"
-COST = "PyTorch operations replace them: on a GPU slower, with more memory; on a CPU no difference"
+COST = "PyTorch replaces them, on a GPU slower and with more memory"
 
 
 class BuildError(Exception):
@@ -70,12 +70,12 @@ class BuildError(Exception):
 
 
 @dataclass(frozen=True)
-class Room:
+class NativePackage:
     """One native package: its folder, and the extension that is compiled for it."""
 
     name: str  # BUILD_<NAME> switches it on and off
     folder: str  # holds the package's setup.py, relative to the root
-    package: str  # package that the folder contains
+    import_name: str  # dotted name of the Python package in the folder
     extension: str  # dotted name of the compiled module
 
     @property
@@ -93,19 +93,21 @@ class Room:
         return sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cpp"))
 
 
-ROOMS = (
-    Room("flash_sample", "flash_sample", "flash_sample", "flash_sample._flash_sample"),
-    Room(
+NATIVE_PACKAGES = (
+    NativePackage("flash_sample", "flash_sample", "flash_sample", "flash_sample._flash_sample"),
+    NativePackage(
         "vllm_add_llada",
         "vllm_add_llada/cuda_kernels",
         "vllm_add_llada.cuda_kernels",
         "vllm_add_llada.cuda_kernels.fused_ops._fused_ops",
     ),
-    Room("vmm_allocator", "vmm_allocator", "vmm_allocator", "vmm_allocator._vmm_allocator"),
+    NativePackage(
+        "vmm_allocator", "vmm_allocator", "vmm_allocator", "vmm_allocator._vmm_allocator"
+    ),
 )
 
 
-def find_nvcc(room: Room) -> str:
+def find_nvcc(package: NativePackage) -> str:
     """Return the path of the CUDA compiler.
 
     It is looked up in ``$CUDA_HOME/bin`` if that is set, else on ``PATH``, then in
@@ -120,24 +122,24 @@ def find_nvcc(room: Room) -> str:
     if nvcc is None:
         where = f"in CUDA_HOME={cuda_home}" if cuda_home else "on PATH"
         raise BuildError(
-            f"{room.name}: nvcc not found {where} (CUDA_HOME names the toolkit, "
-            f"BUILD_{room.name.upper()}=0 leaves the room out)"
+            f"{package.name}: nvcc not found {where} (CUDA_HOME names the toolkit, "
+            f"BUILD_{package.name.upper()}=0 leaves the package out)"
         )
     return nvcc
 
 
-def include_flags(room: Room) -> list[str]:
+def include_flags(package: NativePackage) -> list[str]:
     """Return the flags for the include folders of Python and pybind11."""
     python_include = sysconfig.get_paths()["include"]
     if not (Path(python_include) / "Python.h").exists():
         raise BuildError(
-            f"{room.name}: Python.h not found in {python_include}: install python3-dev"
+            f"{package.name}: Python.h not found in {python_include}: install python3-dev"
         )
     try:
         import pybind11
     except ImportError:
         raise BuildError(
-            f"{room.name}: pybind11 not found: python -m pip install -r requirements/build.txt"
+            f"{package.name}: pybind11 not found: python -m pip install -r requirements/build.txt"
         ) from None
     return [f"-I{python_include}", f"-I{relative(pybind11.get_include())}"]
 
@@ -190,13 +192,13 @@ def arch_flags(nvcc: str, default: str) -> list[str]:
     return flags
 
 
-def find_ninja(room: Room) -> str:
+def find_ninja(package: NativePackage) -> str:
     """Return the path of ninja: next to this interpreter, else on ``PATH``."""
     beside = str(Path(sys.executable).parent)
     ninja = shutil.which("ninja", path=beside) or shutil.which("ninja")
     if ninja is None:
         raise BuildError(
-            f"{room.name}: ninja not found: python -m pip install -r requirements/build.txt"
+            f"{package.name}: ninja not found: python -m pip install -r requirements/build.txt"
         )
     return ninja
 
@@ -232,28 +234,28 @@ def quoted(words: list[str]) -> str:
     return shlex.join(words).replace("$", "$$")
 
 
-def statements(room: Room, output: Path, flags_of: dict[str, str]) -> list[str]:
+def statements(package: NativePackage, output: Path, flags_of: dict[str, str]) -> list[str]:
     """Return ninja's statements that build ``output`` from the package's sources.
 
     ``flags_of`` gives the flags by the suffix of a source.
     """
     lines, objects = [], []
-    for source in room.sources():
-        made = FOLDER / room.name / f"{source.name}.o"
+    for source in package.sources():
+        made = FOLDER / package.name / f"{source.name}.o"
         objects.append(escaped(made))
         lines.append(f"build {objects[-1]}: compile {escaped(source)}")
         flags = flags_of[source.suffix]
         if source.name == "bindings.cpp":
             stamp_of = runpy.run_path(str(ROOT / STAMP))["stamp_of"]
-            flags += f" -DBUILD_STAMP={stamp_of(ROOT, room.inner)}"
+            flags += f" -DBUILD_STAMP={stamp_of(ROOT, package.inner)}"
         lines.append(f"  flags = {flags}")
         lines.append(f"  name = {source.relative_to(ROOT)}")
-    linked = escaped(FOLDER / room.name / output.name)
-    lines += [f"build {linked}: link {' '.join(objects)}", f"  name = {room.name}: linked"]
-    return [*lines, f"build {escaped(output)}: place {linked}", f"  name = {room.name}: built"]
+    linked = escaped(FOLDER / package.name / output.name)
+    lines += [f"build {linked}: link {' '.join(objects)}", f"  name = {package.name}: linked"]
+    return [*lines, f"build {escaped(output)}: place {linked}", f"  name = {package.name}: built"]
 
 
-def build(outputs: dict[Room, Path], archs: str) -> None:
+def build(outputs: dict[NativePackage, Path], archs: str) -> None:
     """Write ``build.ninja`` for these packages and run it; ``archs`` are the default targets."""
     first = next(iter(outputs))
     nvcc, ninja = find_nvcc(first), find_ninja(first)
@@ -266,15 +268,16 @@ def build(outputs: dict[Room, Path], archs: str) -> None:
     launcher = [] if ccache is None else [ccache]
     lines = [f"builddir = {escaped(FOLDER)}", f"nvcc = {quoted([nvcc])}"]
     lines += [f"launcher = {quoted(launcher)}", RULES]
-    for room, output in outputs.items():
-        lines += statements(room, output, flags_of)
+    for package, output in outputs.items():
+        lines += statements(package, output, flags_of)
     FOLDER.mkdir(parents=True, exist_ok=True)
     file = FOLDER / "build.ninja"
     file.write_text("\n".join(lines) + "\n")
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     targets = ", ".join(re.findall(r"code=(sm_\w+)", flags_of[".cu"]))
-    for room in outputs:
-        print(f"{room.name}: {len(room.sources())} sources for {targets}, compiled if changed")
+    for package in outputs:
+        num_sources = len(package.sources())
+        print(f"{package.name}: {num_sources} sources for {targets}, compiled if changed")
     sys.stdout.flush()
     # Without this setting ccache hashes the folder, and clones share no objects.
     variables = {"NINJA_STATUS": "[%f/%t, %e s] ", "CCACHE_NOHASHDIR": "1", **os.environ}
@@ -288,14 +291,17 @@ class BuildNative(build_ext):
 
     def run(self) -> None:
         """Build every extension of the chosen packages directly in its final folder."""
-        room_of = {room.extension: room for room in ROOMS}
+        package_of = {package.extension: package for package in NATIVE_PACKAGES}
         outputs = {
-            room_of[extension.name]: Path(self.get_ext_fullpath(extension.name)).resolve()
+            package_of[extension.name]: Path(self.get_ext_fullpath(extension.name)).resolve()
             for extension in self.extensions
         }
         if not self.inplace:
             library = Path(self.build_lib).resolve()
-            outputs = {r: library / OVERLAY / p.relative_to(library) for r, p in outputs.items()}
+            outputs = {
+                package: library / OVERLAY / output.relative_to(library)
+                for package, output in outputs.items()
+            }
             for place in outputs.values():
                 place.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -304,9 +310,9 @@ class BuildNative(build_ext):
         except BuildError as error:
             if self.inplace:
                 sys.exit(str(error))
-            names = ", ".join(room.name for room in outputs)
+            names = ", ".join(package.name for package in outputs)
             reason = str(error).removeprefix(f"{next(iter(outputs)).name}: ")
-            print(f"left out: {names}: {reason}; {COST}", file=sys.stderr)
+            print(f"not compiled: {names}: {reason}; {COST}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:
         """Return nothing, because the extensions are part of the output of `BuildOverlay`."""
@@ -333,26 +339,27 @@ class BuildOverlay(build_py):
         return []
 
 
-def main(room_name: str | None) -> None:
+def main(package_name: str | None) -> None:
     """Run setuptools for all native packages from the root (None), or for one from its folder."""
-    rooms = [room for room in ROOMS if room_name in (None, room.name)]
-    package_dir = {"": "."} if room_name is None else {rooms[0].package: "."}
-    os.chdir(ROOT if room_name is None else ROOT / rooms[0].folder)
+    packages = [package for package in NATIVE_PACKAGES if package_name in (None, package.name)]
+    package_dir = {"": "."} if package_name is None else {packages[0].import_name: "."}
+    os.chdir(ROOT if package_name is None else ROOT / packages[0].folder)
     FOLDER.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.INFO)  # setuptools logs the name of every file that it copies
     setup(
         packages=[],
-        py_modules=["mosaic_overlay_path"] if room_name is None else [],
+        py_modules=["mosaic_overlay_path"] if package_name is None else [],
         options={"egg_info": {"egg_base": str(FOLDER)}},  # a folder where Python does not find it
         package_dir=package_dir,
         ext_modules=[
-            Extension(room.extension, [str(source) for source in room.sources()])
-            for room in rooms
-            if room.is_enabled
+            Extension(package.extension, [str(source) for source in package.sources()])
+            for package in packages
+            if package.is_enabled
         ],
         cmdclass={"build_ext": BuildNative, "build_py": BuildOverlay},
     )
 
 
 if __name__ == "__main__":
-    main(globals().get("ROOM"))  # A package's own setup.py runs this file with ROOM set.
+    # The setup.py of a native package runs this file with NATIVE_PACKAGE set to its name.
+    main(globals().get("NATIVE_PACKAGE"))

@@ -80,16 +80,22 @@ class Piece(NamedTuple):
     width: int
 
 
-def shrink(x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor) -> None:
-    """Write scale * x down^T of every row with a slot, in fp32.
+def shrink(
+    x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor, by_slot: Tensor | None = None
+) -> None:
+    """Write x down^T of every row with a slot.
 
     Args:
         x: [T, D] bf16, fp16 or fp32; rows may be strided, D is contiguous.
         matrices: the matrices, of the same dtype.
         tiles: the slots of the rows.
-        low: [S, T, P r] fp32, written where rank and row are in use. The result is low[0]. With
+        low: [S, T, 1, P r] fp32, written where rank and row are in use. The result is low[0]. With
             S > 1, which must be a power of two, S programs share the depth, and the rest of `low`
-            holds their sums.
+            holds their sums. If `by_slot` is given, all of `low` is scratch memory.
+        by_slot: [T, slots * P r] of the dtype of x; rows may be strided. It then receives the
+            result, as factors of the matrices `up` of all slots: the numbers of a row's own slot
+            times the scale, rounded once, and zeros for all other slots. Every row must be in a
+            tile.
 
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
@@ -98,37 +104,59 @@ def shrink(x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor) -> None:
     _check(op, "x", x, x, (-1, -1))
     _check(op, "down", matrices.down, x, (-1, -1, -1, x.shape[1]))
     _check_tables(op, matrices, tiles, x)
-    _check_low(op, low, matrices, x)
+    _check_exact(op, "low", low, (len(low), len(x), 1, matrices.num_ranks), x, torch.float32)
+    if len(low) < 1 or len(low) & (len(low) - 1):
+        raise ValueError(f"{op}: low must have a power of two of parts, got {len(low)}")
+    if by_slot is not None:
+        num_numbers = len(matrices.down) * matrices.num_ranks
+        _check_exact(op, "by_slot", by_slot, (len(x), num_numbers), x, x.dtype, rows_apart=True)
     if not len(x) or not len(tiles.table):
         return
     if _kernels is None or not can_take(x):
         table, first_row = tiles.table, tiles.first_row
-        down, _, ranks, scales = matrices
-        reference.shrink(x, down, ranks, scales, table, first_row, low)
+        reference.shrink(x, matrices.down, matrices.ranks, table, first_row, low)
+        if by_slot is not None:
+            reference.place_by_slot(low[0], matrices, tiles, by_slot)
         return
     with guard(x):
-        _kernels.launch_shrink(x, matrices, tiles, low)
+        _kernels.launch_shrink(x, matrices, tiles, low, by_slot)
 
 
 def expand(
-    low: Tensor, matrices: LowRank, tiles: Tiles, out: Tensor, pieces: tuple[Piece, ...]
+    low: Tensor,
+    matrices: LowRank,
+    tiles: Tiles,
+    out: Tensor,
+    pieces: tuple[Piece, ...],
+    *,
+    base: Tensor | None = None,
+    adds: bool = True,
 ) -> None:
-    """Add low up^T to some columns of every row with a slot.
+    """Add scale * low up^T to some columns of every row with a slot.
 
     The numbers of `low` are rounded to the dtype, sums are fp32, and the result is rounded once.
 
     Args:
-        low: [S, T, P r] fp32, as `shrink` writes it; low[0] is read.
+        low: products with the first matrices; rows may be strided. Either fp32 [T, 1, P r], with
+            the matrices of each row's own slot (`shrink`), or [T, slots, P r] in the matrices'
+            dtype, with the matrices of all slots.
         matrices: the matrices.
         tiles: the slots of the rows.
         out: [T, columns] of the matrices' dtype; rows may be strided, columns are contiguous.
         pieces: at most 3 pieces of its columns, each of another part.
+        base: another addend, shaped like `out`. With it every row must be in a tile, and rows
+            without a slot are written, too.
+        adds: whether the previous numbers of `out` are an addend; False requires `base`.
 
     Raises:
         ValueError: A shape, dtype, device or stride is not as above.
     """
     op = "expand"
     _check(op, "out", out, matrices.up, (-1, -1))
+    if base is not None:
+        _check(op, "base", base, out, out.shape)
+    elif not adds:
+        raise ValueError(f"{op}: base must be given without adds, got None")
     _check_tables(op, matrices, tiles, out)
     _check_low(op, low, matrices, out)
     if len(pieces) > MAX_PIECES:
@@ -143,11 +171,10 @@ def expand(
     if not len(out) or not len(tiles.table) or not any(piece.width for piece in pieces):
         return
     if _kernels is None or not can_take(out):
-        table, first_row = tiles.table, tiles.first_row
-        reference.expand(low, matrices.up, matrices.ranks, table, first_row, out, pieces)
+        reference.expand(low, matrices, tiles, out, pieces, base, adds=adds)
         return
     with guard(out):
-        _kernels.launch_expand(low, matrices, tiles, out, pieces)
+        _kernels.launch_expand(low, matrices, tiles, out, pieces, base, adds)
 
 
 def gated_expand(
@@ -160,14 +187,14 @@ def gated_expand(
     has_gate: bool = True,
     has_up: bool = True,
 ) -> None:
-    """Write silu(gate) * up, after adding low up^T to gate and up of every row with a slot.
+    """Write silu(gate) * up, after adding scale * low up^T to both in every row with a slot.
 
     Gate and up are rounded to the dtype, then silu, then the result. Every row must be in a tile,
     also rows without a slot.
 
     Args:
         low, matrices, tiles: as for `expand`. The first part is the gate's, if it has one.
-        gate_up: [T, 2 I] of the matrices' dtype, the gate's columns first.
+        gate_up: [T, 2 I] of the matrices' dtype, the gate's columns first; rows may be strided.
         out: [T, I] of the same dtype, written.
         has_gate, has_up: whether the half has a part.
 
@@ -188,11 +215,10 @@ def gated_expand(
     if not out.numel():
         return
     if _kernels is None or not can_take(out):
-        width, table, first_row = out.shape[1], tiles.table, tiles.first_row
+        width = out.shape[1]
         pieces = [Piece(0, 0, 0, width)] * has_gate
         pieces += [Piece(int(has_gate), has_gate * width, width, width)] * has_up
-        low_and_up = low, matrices.up, matrices.ranks
-        reference.gated_expand(*low_and_up, table, first_row, gate_up, out, pieces)
+        reference.gated_expand(low, matrices, tiles, gate_up, out, pieces)
         return
     with guard(out):
         _kernels.launch_gated_expand(low, matrices, tiles, gate_up, out, has_gate, has_up)
@@ -210,8 +236,9 @@ def _check_tables(op: str, matrices: LowRank, tiles: Tiles, x: Tensor) -> None:
         raise ValueError(f"{op}: tiles must have 16, 32 or 64 rows, got {tiles.size}")
 
 
-def _check_low(op: str, low: Tensor, matrices: LowRank, x: Tensor) -> None:
-    shape = (len(low), len(x), matrices.num_ranks)
-    _check_exact(op, "low", low, shape, x, torch.float32)
-    if len(low) < 1 or len(low) & (len(low) - 1):
-        raise ValueError(f"{op}: low must have a power of two of parts, got {len(low)}")
+def _check_low(op: str, low: Tensor, matrices: LowRank, out: Tensor) -> None:
+    """Check the products with the first matrices that are expanded."""
+    num_slots = len(matrices.up) if low.dim() == 3 and low.shape[1] != 1 else 1
+    dtype = out.dtype if low.dtype == out.dtype else torch.float32
+    shape = (len(out), num_slots, matrices.num_ranks)
+    _check_exact(op, "low", low, shape, out, dtype, rows_apart=True)

@@ -37,9 +37,34 @@ def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _read_rank(ranks, slot, part, ranks_stride):
-    """Return the rank of a part of a slot; 0 without a slot."""
+    """Return the rank of a part, or of several parts, of a slot; 0 without a slot."""
     place = ranks + slot * ranks_stride + part
     return tl.load(place, mask=slot >= 0, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _read_scale(scales, slot, part, scales_stride):
+    """Return the factor of a part, or of several parts, of a slot; 0 without a slot."""
+    place = scales + slot * scales_stride + part
+    return tl.load(place, mask=slot >= 0, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _store_by_slot(
+    by_slot,  # pointers to the first number of every row, [ROWS, 1]
+    scaled,  # [ROWS, RANKS] fp32, zeros where a rank is not in use
+    numbers,  # their places among the numbers of a slot, [RANKS]
+    is_stored,  # [ROWS, RANKS]
+    slot,
+    NUM_SLOTS: tl.constexpr,
+    NUM_NUMBERS: tl.constexpr,
+):
+    """Store numbers of a row's slot, and zeros at the same places of the other slots."""
+    own = scaled.to(by_slot.dtype.element_ty)
+    none = tl.zeros_like(own)
+    for other in range(NUM_SLOTS):
+        places = by_slot + (other * NUM_NUMBERS + numbers)[None, :]
+        tl.store(places, tl.where(slot == other, own, none), mask=is_stored)
 
 
 _NUM_COUNTERS = 1 << 16  # tiles of the rows of a step that has few rows, times tiles of the ranks
@@ -55,9 +80,10 @@ def shrink_kernel(
     x,  # [T, D]
     down,  # [slots, parts, most ranks, D]
     ranks,  # [slots, parts] int32
-    scales,  # [slots, parts] fp32
     tiles,  # [tiles, 3] int32
-    low,  # [splits, T, parts * most ranks] fp32
+    scales,  # [slots, parts] fp32, read only with BY_SLOT
+    low,  # [splits, T, 1, parts * most ranks] fp32
+    by_slot,  # [T, slots * parts * most ranks], written only with BY_SLOT
     counters,  # [tiles * programs of a tile] int32, zeros
     first_row,
     num_rows,
@@ -72,6 +98,10 @@ def shrink_kernel(
     scales_stride,
     split_stride,
     low_stride,
+    by_slot_stride,
+    NUM_SLOTS: tl.constexpr,
+    MAX_NUMBERS: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARES: tl.constexpr,
@@ -84,7 +114,10 @@ def shrink_kernel(
     rank = 0
     for part in tl.static_range(PARTS):
         rank = tl.maximum(rank, _read_rank(ranks, slot, part, ranks_stride))
-    # The parts' ranks are numbered one part after the other, without the room that they leave.
+    # The ranks in use of all parts are numbered without gaps. With BY_SLOT zeros are stored for all
+    # other ranks, so these have numbers, too.
+    if BY_SLOT:
+        rank = max_rank
     first = tl.program_id(1) * RANKS
     if first >= PARTS * rank:
         begin(OVERLAPS)
@@ -93,19 +126,17 @@ def shrink_kernel(
     parts = numbers // rank
     own = numbers - parts * rank
     is_part = parts < PARTS
-    limits = tl.load(
-        ranks + slot * ranks_stride + parts, mask=is_part, other=0, cache_modifier=".cg"
-    )
-    is_own = is_part & (own < limits)
-    scale = tl.load(
-        scales + slot * scales_stride + parts, mask=is_own, other=0.0, cache_modifier=".cg"
-    )
+    known_parts = tl.minimum(parts, PARTS - 1)
+    is_own = is_part & (own < _read_rank(ranks, slot, known_parts, ranks_stride))
     start = tl.program_id(2) * split_depth
     depth_ids = tl.arange(0, DEPTH)
     x_rows = x + rows[:, None] * x_stride
     down_rows = down + slot * slot_stride + (parts * part_stride + own * rank_stride)[None, :]
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     begin(OVERLAPS)
+    if BY_SLOT:
+        # Of rows without a slot only zeros are stored.
+        split_depth = tl.where(slot >= 0, split_depth, 0)
     for done in range(0, split_depth, DEPTH):
         ids = start + done + depth_ids
         left = tl.load(
@@ -117,18 +148,32 @@ def shrink_kernel(
         total = tl.dot(left, right, total, input_precision="ieee")
     places = low + rows[:, None] * low_stride + (parts * max_rank + own)[None, :]
     is_low = is_row[:, None] & is_own[None, :]
-    total *= scale[None, :]
-    tl.store(places + tl.program_id(2) * split_stride, total, mask=is_low)
+    is_last = True
     if SPLITS > 1:
+        tl.store(places + tl.program_id(2) * split_stride, total, mask=is_low)
         # The last program of these rows and ranks adds the parts, in their order.
         tl.debug_barrier()
         counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
             total = tl.load(places, mask=is_low, cache_modifier=".cg")
             for split in tl.static_range(1, SPLITS):
                 total += tl.load(places + split * split_stride, mask=is_low, cache_modifier=".cg")
-            tl.store(places, total, mask=is_low)
             tl.store(counter, 0)
+    if is_last:
+        if BY_SLOT:
+            factors = _read_scale(scales, slot, known_parts, scales_stride)
+            _store_by_slot(
+                by_slot + rows[:, None] * by_slot_stride,
+                tl.where(is_own[None, :], factors[None, :] * total, 0.0),
+                numbers,
+                is_row[:, None] & is_part[None, :],
+                slot,
+                NUM_SLOTS,
+                MAX_NUMBERS,
+            )
+        else:
+            tl.store(places, total, mask=is_low)
 
 
 @triton.jit
@@ -159,7 +204,7 @@ def _load_low(
     is_row,
     RANKS: tl.constexpr,
 ):
-    """Load the numbers of the ranks from `start` on, [ROWS, RANKS] in fp32."""
+    """Load the numbers of the ranks from `start` on, [ROWS, RANKS]."""
     ids = start + tl.arange(0, RANKS)
     # Whole vectors are loaded, up to a multiple of 16 ranks.
     is_low = is_row[:, None] & ((ids < (rank + 15) // 16 * 16) & (ids < max_rank))[None, :]
@@ -169,26 +214,26 @@ def _load_low(
 
 
 @triton.jit
-def _add_delta(
-    total,  # [ROWS, COLUMNS] fp32
+def _delta(
     first_up,  # the first ranks, as `_load_up` returns them
     low_rows,
     up_columns,
     rank,
+    scale,
     max_rank,
     is_row,
     is_column,
     up_stride,
     RANKS: tl.constexpr,
 ):
-    """Add low up to a tile; low is rounded to the dtype of up."""
+    """Return scale * (low up) of a tile in fp32; low is rounded to the dtype of up."""
     low = _load_low(low_rows, 0, rank, max_rank, is_row, RANKS)
-    total = tl.dot(low.to(first_up.dtype), first_up, total, input_precision="ieee")
+    total = tl.dot(low.to(first_up.dtype), first_up, input_precision="ieee")
     for start in range(RANKS, rank, RANKS):
         right = _load_up(up_columns, start, rank, is_column, up_stride, RANKS)
         low = _load_low(low_rows, start, rank, max_rank, is_row, RANKS)
         total = tl.dot(low.to(right.dtype), right, total, input_precision="ieee")
-    return total
+    return scale * total
 
 
 @triton.jit(
@@ -196,10 +241,12 @@ def _add_delta(
     do_not_specialize_on_alignment=_TABLES,
 )
 def expand_kernel(
-    low,  # [T, parts * most ranks] fp32
+    low,  # [T, 1 or slots, parts * most ranks] fp32, or the dtype of up
     up,  # [slots, most ranks, N]
     ranks,  # [slots, parts] int32
+    scales,  # [slots, parts] fp32
     tiles,  # [tiles, 3] int32
+    base,  # [T, columns]
     out,  # [T, columns]
     first_row,
     num_rows,
@@ -217,10 +264,15 @@ def expand_kernel(
     target2,
     count2,
     low_stride,
+    low_slot_stride,
     slot_stride,
     up_stride,
     ranks_stride,
+    scales_stride,
+    base_stride,
     out_stride,
+    HAS_BASE: tl.constexpr,
+    ADDS: tl.constexpr,
     SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -235,9 +287,11 @@ def expand_kernel(
     is_2 = block >= begin2
     part = tl.where(is_2, part2, tl.where(is_1, part1, part0))
     rank = _read_rank(ranks, slot, part, ranks_stride)
-    if rank == 0:
-        begin(OVERLAPS)
-        return
+    if not HAS_BASE:  # noqa: SIM102 (known when the kernel is compiled, unlike the rank)
+        if rank == 0:
+            begin(OVERLAPS)
+            return
+    scale = _read_scale(scales, slot, part, scales_stride)
     source = tl.where(is_2, source2, tl.where(is_1, source1, source0))
     target = tl.where(is_2, target2, tl.where(is_1, target1, target0))
     count = tl.where(is_2, count2, tl.where(is_1, count1, count0))
@@ -246,31 +300,37 @@ def expand_kernel(
     is_column = columns < count
     up_columns = up + slot * slot_stride + source + columns
     first_up = _load_up(up_columns, 0, rank, is_column, up_stride, RANKS)
-    places = out + rows[:, None] * out_stride + (target + columns)[None, :]
+    columns += target
     is_written = is_row[:, None] & is_column[None, :]
+    places = out + rows[:, None] * out_stride + columns[None, :]
     begin(OVERLAPS)
-    base = tl.load(places, mask=is_written, other=0.0)
-    total = _add_delta(
-        tl.zeros((ROWS, COLUMNS), dtype=tl.float32),
+    # A tile without a slot has the rank 0, so that nothing of these addresses is read.
+    total = _delta(
         first_up,
-        low + rows * low_stride + part * max_rank,
+        low + rows * low_stride + slot * low_slot_stride + part * max_rank,
         up_columns,
         rank,
+        scale,
         max_rank,
         is_row,
         is_column,
         up_stride,
         RANKS,
     )
-    total += base.to(tl.float32)
+    if HAS_BASE:
+        bases = base + rows[:, None] * base_stride + columns[None, :]
+        total += tl.load(bases, mask=is_written, other=0.0).to(tl.float32)
+    if ADDS:
+        total += tl.load(places, mask=is_written, other=0.0).to(tl.float32)
     tl.store(places, total.to(out.dtype.element_ty), mask=is_written)
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
 def gated_expand_kernel(
-    low,  # [T, parts * most ranks] fp32
+    low,  # [T, 1 or slots, parts * most ranks] fp32, or the dtype of up
     up,  # [slots, most ranks, N], the gate's columns first if it has a part
     ranks,  # [slots, parts] int32
+    scales,  # [slots, parts] fp32
     tiles,  # [tiles, 3] int32
     gate_up,  # [T, 2 I]
     out,  # [T, I]
@@ -279,9 +339,11 @@ def gated_expand_kernel(
     max_rank,
     width,
     low_stride,
+    low_slot_stride,
     slot_stride,
     up_stride,
     ranks_stride,
+    scales_stride,
     gate_up_stride,
     out_stride,
     HAS_GATE: tl.constexpr,
@@ -296,30 +358,30 @@ def gated_expand_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
     # A tile without a slot has the rank 0, so that nothing of these addresses is read.
-    low_rows = low + rows * low_stride
+    low_rows = low + rows * low_stride + slot * low_slot_stride
     up_columns = up + slot * slot_stride + columns
     if HAS_GATE:
         gate_rank = _read_rank(ranks, slot, 0, ranks_stride)
+        gate_scale = _read_scale(scales, slot, 0, scales_stride)
         first_gate = _load_up(up_columns, 0, gate_rank, is_column, up_stride, RANKS)
     if HAS_UP:
         up_rank = _read_rank(ranks, slot, HAS_GATE, ranks_stride)
+        up_scale = _read_scale(scales, slot, HAS_GATE, scales_stride)
         # The columns of the half follow the gate's columns, if these have a part.
         up_half = up_columns + HAS_GATE * width
         first_half = _load_up(up_half, 0, up_rank, is_column, up_stride, RANKS)
     is_written = is_row[:, None] & is_column[None, :]
     places = gate_up + rows[:, None] * gate_up_stride + columns[None, :]
     begin(OVERLAPS)
-    gate_base = tl.load(places, mask=is_written, other=0.0)
-    up_base = tl.load(places + width, mask=is_written, other=0.0)
-    gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    half = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    gate = tl.load(places, mask=is_written, other=0.0).to(tl.float32)
+    half = tl.load(places + width, mask=is_written, other=0.0).to(tl.float32)
     if HAS_GATE:
-        gate = _add_delta(
-            gate,
+        gate += _delta(
             first_gate,
             low_rows,
             up_columns,
             gate_rank,
+            gate_scale,
             max_rank,
             is_row,
             is_column,
@@ -327,12 +389,12 @@ def gated_expand_kernel(
             RANKS,
         )
     if HAS_UP:
-        half = _add_delta(
-            half,
+        half += _delta(
             first_half,
             low_rows + HAS_GATE * max_rank,
             up_half,
             up_rank,
+            up_scale,
             max_rank,
             is_row,
             is_column,
@@ -340,8 +402,8 @@ def gated_expand_kernel(
             RANKS,
         )
     dtype = out.dtype.element_ty
-    gate = (gate + gate_base.to(tl.float32)).to(dtype).to(tl.float32)
-    half = (half + up_base.to(tl.float32)).to(dtype).to(tl.float32)
+    gate = gate.to(dtype).to(tl.float32)
+    half = half.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(
         out + rows[:, None] * out_stride + columns[None, :],
@@ -350,10 +412,10 @@ def gated_expand_kernel(
     )
 
 
-def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
+def launch_shrink(x: Tensor, matrices, tiles, low: Tensor, by_slot: Tensor | None) -> None:
     """Enqueue the products of `shrink`; the arguments are checked."""
     down, _, ranks, scales = matrices
-    _, num_parts, max_rank, depth = down.shape
+    num_slots, num_parts, max_rank, depth = down.shape
     num_splits, num_ranks = len(low), num_parts * max_rank
     split_depth = triton.cdiv(depth, num_splits)
     config = choose_shrink(len(x), num_ranks, split_depth, x.element_size())
@@ -365,9 +427,10 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
         x,
         down,
         ranks,
-        scales,
         tiles.table,
+        scales,
         low,
+        x if by_slot is None else by_slot,
         counters,
         tiles.first_row,
         len(x),
@@ -379,6 +442,10 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
         ranks.stride(0),
         scales.stride(0),
         *low.stride()[:2],
+        0 if by_slot is None else by_slot.stride(0),
+        NUM_SLOTS=num_slots,
+        MAX_NUMBERS=num_ranks,
+        BY_SLOT=by_slot is not None,
         PARTS=num_parts,
         SPLITS=num_splits,
         **shares,
@@ -388,9 +455,11 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor) -> None:
     )
 
 
-def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
+def launch_expand(
+    low: Tensor, matrices, tiles, out: Tensor, pieces, base: Tensor | None, adds: bool
+) -> None:
     """Enqueue the sums of `expand`; the arguments are checked."""
-    up, ranks = matrices.up, matrices.ranks
+    _, up, ranks, scales = matrices
     config = choose_expand(*out.shape, up.shape[1], out.element_size())
     num_tiles, shares = _shares(tiles, config)
     num_blocks = sum(triton.cdiv(piece.width, config.columns) for piece in pieces)
@@ -399,16 +468,22 @@ def launch_expand(low: Tensor, matrices, tiles, out: Tensor, pieces) -> None:
         low,
         up,
         ranks,
+        scales,
         tiles.table,
+        out if base is None else base,
         out,
         tiles.first_row,
         len(out),
         up.shape[1],
         *(number for piece in padded for number in piece),
-        low.stride(1),
+        *_low_strides(low),
         *up.stride()[:2],
         ranks.stride(0),
+        scales.stride(0),
+        0 if base is None else base.stride(0),
         out.stride(0),
+        HAS_BASE=base is not None,
+        ADDS=adds,
         **shares,
         COLUMNS=config.columns,
         RANKS=config.ranks,
@@ -420,13 +495,14 @@ def launch_gated_expand(
     low: Tensor, matrices, tiles, gate_up: Tensor, out: Tensor, has_gate: bool, has_up: bool
 ) -> None:
     """Enqueue the products of `gated_expand`; the arguments are checked."""
-    up, ranks, width = matrices.up, matrices.ranks, out.shape[1]
+    (_, up, ranks, scales), width = matrices, out.shape[1]
     config = choose_gated_expand(up.shape[1], out.element_size())
     num_tiles, shares = _shares(tiles, config)
     gated_expand_kernel[num_tiles, triton.cdiv(width, config.columns)](
         low,
         up,
         ranks,
+        scales,
         tiles.table,
         gate_up,
         out,
@@ -434,9 +510,10 @@ def launch_gated_expand(
         len(out),
         up.shape[1],
         width,
-        low.stride(1),
+        *_low_strides(low),
         *up.stride()[:2],
         ranks.stride(0),
+        scales.stride(0),
         gate_up.stride(0),
         out.stride(0),
         HAS_GATE=has_gate,
@@ -446,6 +523,11 @@ def launch_gated_expand(
         RANKS=config.ranks,
         **_options(out, config),
     )
+
+
+def _low_strides(low: Tensor) -> tuple[int, int]:
+    """Return the strides of the rows and the slots of `low`."""
+    return low.stride(0), low.stride(1) if low.shape[1] > 1 else 0
 
 
 def _shares(tiles, config) -> tuple[int, dict[str, int]]:

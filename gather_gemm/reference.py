@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .low_rank import LowRank, Piece, Tiles
+
 _LEAST = -3.0e38  # replaces NaN and -inf when experts are chosen
 
 
@@ -180,62 +182,68 @@ def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | Non
 
 
 def shrink(
-    x: Tensor,
-    down: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    tiles: Tensor,
-    first_row: int,
-    low: Tensor,
+    x: Tensor, down: Tensor, ranks: Tensor, tiles: Tensor, first_row: int, low: Tensor
 ) -> None:
-    """Write scaled products with the first matrices to `low`; see `gather_gemm.shrink`."""
+    """Write products with the first matrices to `low`; see `gather_gemm.shrink`."""
     max_rank = down.shape[2]
     for slot, rows in _runs_of(tiles, first_row, len(x)):
         for part, rank in enumerate(ranks[slot].tolist()):
-            product = torch.mm(x[rows].float(), down[slot, part, :rank].float().t())
             columns = slice(part * max_rank, part * max_rank + rank)
-            low[0, rows, columns] = product * scales[slot, part]
+            low[0, rows, 0, columns] = torch.mm(
+                x[rows].float(), down[slot, part, :rank].float().t()
+            )
+
+
+def place_by_slot(low: Tensor, matrices: LowRank, tiles: Tiles, by_slot: Tensor) -> None:
+    """Write `low` times scales at the places of the slots; see `gather_gemm.shrink`."""
+    _, up, ranks, scales = matrices
+    max_rank, num_numbers = up.shape[1], matrices.num_ranks
+    by_slot.zero_()
+    for slot, rows in _runs_of(tiles.table, tiles.first_row, len(by_slot)):
+        for part, rank in enumerate(ranks[slot].tolist()):
+            first = part * max_rank
+            scaled = scales[slot, part] * low[rows, 0, first : first + rank]
+            first += slot * num_numbers
+            by_slot[rows, first : first + rank] = scaled.to(by_slot.dtype)
 
 
 def expand(
     low: Tensor,
-    up: Tensor,
-    ranks: Tensor,
-    tiles: Tensor,
-    first_row: int,
+    matrices: LowRank,
+    tiles: Tiles,
     out: Tensor,
-    pieces: Sequence[tuple[int, int, int, int]],
+    pieces: Sequence[Piece],
+    base: Tensor | None = None,
+    *,
+    adds: bool = True,
 ) -> None:
     """Add the products of `low` with the second matrices; see `gather_gemm.expand`."""
-    for slot, rows in _runs_of(tiles, first_row, len(out)):
+    _, up, ranks, scales = matrices
+    total = out.float() if adds else torch.zeros_like(out, dtype=torch.float32)
+    if base is not None:
+        total += base.float()
+    for slot, rows in _runs_of(tiles.table, tiles.first_row, len(out)):
+        own_low = low[rows, slot if low.shape[1] > 1 else 0].to(up.dtype).float()
         for part, source, target, count in pieces:
-            rank = int(ranks[slot, part])
-            if rank:
-                own = out[rows, target : target + count]
-                columns = up[slot, :rank, source : source + count]
-                own.copy_(own.float() + _expanded(low[0, rows], columns, part, up.shape[1]))
+            first, rank = part * up.shape[1], int(ranks[slot, part])
+            columns = up[slot, :rank, source : source + count].float()
+            product = torch.mm(own_low[:, first : first + rank], columns)
+            total[rows, target : target + count] += scales[slot, part] * product
+    out.copy_(total)
 
 
 def gated_expand(
     low: Tensor,
-    up: Tensor,
-    ranks: Tensor,
-    tiles: Tensor,
-    first_row: int,
+    matrices: LowRank,
+    tiles: Tiles,
     gate_up: Tensor,
     out: Tensor,
-    pieces: Sequence[tuple[int, int, int, int]],
+    pieces: Sequence[Piece],
 ) -> None:
     """Write silu(gate) * up of changed products; see `gather_gemm.gated_expand`."""
     changed = gate_up.clone()
-    expand(low, up, ranks, tiles, first_row, changed, pieces)
+    expand(low, matrices, tiles, changed, pieces)
     out.copy_(gated(changed))
-
-
-def _expanded(low: Tensor, columns: Tensor, part: int, max_rank: int) -> Tensor:
-    """Return the product, in fp32, of the numbers of a part with columns [rank, N]."""
-    own = low[:, part * max_rank : part * max_rank + len(columns)]
-    return torch.mm(own.to(columns.dtype).float(), columns.float())
 
 
 def _runs_of(tiles: Tensor, first_row: int, num_rows: int) -> Iterator[tuple[int, slice]]:

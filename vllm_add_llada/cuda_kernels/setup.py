@@ -5,4 +5,6 @@ import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-runpy.run_path(str(ROOT / "setup.py"), init_globals={"ROOM": "vllm_add_llada"}, run_name="__main__")
+runpy.run_path(
+    str(ROOT / "setup.py"), init_globals={"NATIVE_PACKAGE": "vllm_add_llada"}, run_name="__main__"
+)

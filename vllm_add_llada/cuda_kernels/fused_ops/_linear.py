@@ -67,6 +67,7 @@ def fused_linear(
     epilogue: Epilogue = Epilogue.STORE,
     early: bool = False,
     ahead: Tensor | None = None,
+    tail: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute x W^T fused with the operation that follows it.
 
@@ -87,10 +88,13 @@ def fused_linear(
         bias: [N]; not with SILU_MUL.
         epilogue: operation on the product before it is written. For SILU_MUL both halves, silu and
             the result are rounded as separate operations would round them.
-        early: allow the kernel to read the weight while the previous kernel of the stream ends.
-            Requires that this kernel does not write the weight. Not with `PORTABLE`.
+        early: allow the kernel to read the weight, and that of the tail, while the previous kernel
+            of the stream ends. Requires that this kernel writes neither. Not with `PORTABLE`.
         ahead: contiguous; data that the next kernel reads first. This kernel fetches it into the
             cache once all of the weight has been requested. Not with tiles of rows or `PORTABLE`.
+        tail: rows [R, K] and a weight [N, K], with the dtype and device of x; rows may be strided.
+            Their product is added before the sums are rounded. Only with tiles of rows, for which K
+            must be a multiple of 8, and with PyTorch.
 
     Returns:
         `out`, or a new tensor.
@@ -100,13 +104,17 @@ def fused_linear(
         RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
     """
     _check(x, weight, out, bias, epilogue)
-    if tiling is None or not _has_kernel(x, weight, out, tiling):
-        return _reference(x, weight, out, bias, epilogue)
+    if tail is not None:
+        _check_like("fused_linear", "tail", tail[0], x, (len(x), -1))
+        _check_like("fused_linear", "tail", tail[1], x, (len(weight), tail[0].shape[1]))
+    can_add = tail is None or (tiling != PORTABLE and feeds_tensor_cores(*tail))
+    if tiling is None or not (can_add and _has_kernel(x, weight, out, tiling)):
+        return _reference(x, weight, out, bias, epilogue, tail)
     if out is None:
         num_halves = 2 if epilogue is Epilogue.SILU_MUL else 1
         out = x.new_empty(len(x), len(weight) // num_halves)
     bias = None if bias is None else bias.contiguous()
-    launch_linear(x, weight, out, tiling, bias, epilogue, early=early, ahead=ahead)
+    launch_linear(x, weight, out, tiling, bias, epilogue, early=early, ahead=ahead, tail=tail)
     return out
 
 
@@ -121,8 +129,9 @@ def launch_linear(
     early: bool,
     ahead: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
+    tail: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Enqueue the kernel on checked tensors; `scales` are those of fp8 x and weight."""
+    """Enqueue the kernel on checked tensors; `scales` are the scales of fp8 x and weight."""
     assert native is not None
     if tiling == PORTABLE:
         number = getattr(native, epilogue.name)
@@ -148,13 +157,29 @@ def launch_linear(
         tiling=(tiling.rows, tiling.columns, tiling.split),
         early=early,
         ahead=ahead_of(ahead),
+        tail=_tail_of(tail),
     )
 
 
+def _tail_of(tail: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int, int]:
+    """Convert the tail for the kernels: addresses, strides of rows, and depth."""
+    if tail is None:
+        return 0, 0, 0, 0, 0
+    rows, weight = tail
+    return rows.data_ptr(), weight.data_ptr(), rows.stride(0), weight.stride(0), rows.shape[1]
+
+
 def _reference(
-    x: Tensor, weight: Tensor, out: Tensor | None, bias: Tensor | None, epilogue: Epilogue
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    tail: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Compute `fused_linear` in PyTorch."""
+    if tail is not None:
+        x, weight = torch.cat([x, tail[0]], dim=1), torch.cat([weight, tail[1]], dim=1)
     if epilogue is Epilogue.RESIDUAL:
         assert out is not None
         if bias is not None:

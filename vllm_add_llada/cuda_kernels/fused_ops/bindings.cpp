@@ -22,6 +22,8 @@ using namespace fused_ops;
 template <>
 struct Given<Ahead> : GivenMembers<Ahead, const void*, int64_t> {};
 template <>
+struct Given<Tail> : GivenMembers<Tail, const void*, const void*, int64_t, int64_t, int> {};
+template <>
 struct Given<Tiling> : GivenMembers<Tiling, int, int, int> {};
 template <>
 struct Given<RouterScoring> : GivenMembers<RouterScoring, bool, int, int, bool, float, bool> {};
@@ -74,6 +76,7 @@ namespace {
 
 cudaError_t launch_linear(const LinearParams& params, cudaStream_t stream) {
   if (params.tiling.rows > 0) return launch_gated_linear(params, stream);
+  if (params.tail.depth != 0) return cudaErrorInvalidValue;
   return params.x_scales != nullptr ? launch_skinny_linear_fp8(params, stream)
                                     : launch_skinny_linear(params, stream);
 }
@@ -137,7 +140,8 @@ void bind_products(Module& module) {
     module.function("linear", &launch_linear, FIELD(x), FIELD(weight), FIELD(x_scales),
                     FIELD(weight_scales), FIELD(bias), FIELD(out), FIELD(x_stride),
                     FIELD(weight_stride), FIELD(out_stride), FIELD(num_rows), FIELD(num_columns),
-                    FIELD(depth), FIELD(epilogue), FIELD(tiling), FIELD(early), FIELD(ahead));
+                    FIELD(depth), FIELD(epilogue), FIELD(tiling), FIELD(early), FIELD(ahead),
+                    FIELD(tail));
   }
   {
     using P = LinearParams;

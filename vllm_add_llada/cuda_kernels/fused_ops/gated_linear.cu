@@ -10,7 +10,8 @@
 // tile. Two groups of four warps multiply.
 //
 // As in skinny_linear.cuh an `early` launch reads its first weights while the previous kernel ends.
-// Operands are bf16, or fp8 with scales, for which a stage is twice as deep.
+// Operands are bf16, or fp8 with scales, for which a stage is twice as deep. The last stages of a
+// tile of bf16 operands may come from another pair of matrices (`Tail`).
 //
 // Tried, and slower: copies that the blocks of a cluster share (multicast); such tiles for products
 // without a gate, where cuBLAS needs less power and so runs at a higher clock.
@@ -51,7 +52,8 @@ struct KernelParams {
   int64_t out_stride;
   int num_rows;
   int width;      // columns of out
-  int num_steps;  // stages per tile
+  int num_steps;  // stages per tile, including those of the tail
+  int tail_step;  // the first stage of the tail
   int row_tiles, column_tiles;
   uint64_t weight_hint;
 };
@@ -88,17 +90,19 @@ __device__ void for_each_tile(const KernelParams& params, Visit visit) {
   }
 }
 
-// One thread keeps one operand in the ring; `copy` enqueues its `bytes` of a stage. The wait for a
-// stage that was never filled returns at once.
+// One thread keeps one operand in the ring; `copy` enqueues its `bytes` of a stage, from the
+// operand or from its tail. The wait for a stage that was never filled returns at once.
 template <bool kIsFp8, int kTall, typename Copy>
-__device__ void produce(const Ring<Sizes<kTall>>& ring, const KernelParams& params, int bytes,
-                        Copy copy) {
+__device__ void produce(const Ring<Sizes<kTall>>& ring, const KernelParams& params,
+                        const CUtensorMap* operand, const CUtensorMap* tail, int bytes, Copy copy) {
   Position at;
   for_each_tile<kTall>(params, [&](Tile tile) {
     for (int step = 0; step < params.num_steps; ++step) {
       wait(ring.empty(at.stage), at.phase ^ 1);
       expect_bytes(ring.full(at.stage), bytes);
-      copy(at.stage, tile, step * kStageDepth<kIsFp8>);
+      const bool is_tail = step >= params.tail_step;
+      const int depth = (is_tail ? step - params.tail_step : step) * kStageDepth<kIsFp8>;
+      copy(at.stage, tile, is_tail ? tail : operand, depth);
       at.advance(ring);
     }
   });
@@ -208,6 +212,8 @@ template <bool kIsFp8, int kTall>
 __global__ void __launch_bounds__(kThreads, 1)
     gated_linear_kernel(const __grid_constant__ CUtensorMap x,
                         const __grid_constant__ CUtensorMap weight,
+                        const __grid_constant__ CUtensorMap tail_x,
+                        const __grid_constant__ CUtensorMap tail_weight,
                         const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Sizes<kTall>;
@@ -223,18 +229,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
     const int thread = threadIdx.x % kGroupThreads;
     if (thread == 0) {
-      produce<kIsFp8, kTall>(ring, params, S::weight_bytes, [&](int stage, Tile tile, int depth) {
+      const auto copy = [&](int stage, Tile tile, const CUtensorMap* map, int depth) {
         const uint32_t gate = ring.weight(stage), up = gate + kColumns * kRowBytes;
         const uint32_t barrier = ring.full(stage);
-        copy_tile(gate, &weight, depth, tile.column, barrier, params.weight_hint);
-        copy_tile(up, &weight, depth, params.width + tile.column, barrier, params.weight_hint);
-      });
+        copy_tile(gate, map, depth, tile.column, barrier, params.weight_hint);
+        copy_tile(up, map, depth, params.width + tile.column, barrier, params.weight_hint);
+      };
+      produce<kIsFp8, kTall>(ring, params, &weight, &tail_weight, S::weight_bytes, copy);
     } else if (thread == 32) {
       wait_for_prerequisites();
-      produce<kIsFp8, kTall>(
-          ring, params, S::rows * kRowBytes, [&](int stage, Tile tile, int depth) {
-            copy_tile(ring.x(stage), &x, depth, tile.row, ring.full(stage), kEvictLast);
-          });
+      const auto copy = [&](int stage, Tile tile, const CUtensorMap* map, int depth) {
+        copy_tile(ring.x(stage), map, depth, tile.row, ring.full(stage), kEvictLast);
+      };
+      produce<kIsFp8, kTall>(ring, params, &x, &tail_x, S::rows * kRowBytes, copy);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
@@ -256,6 +263,8 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   constexpr int kElements = kStageDepth<kIsFp8>;
   const int width = params.num_columns / 2;
   if (params.depth % kElements != 0 || width % 8 != 0) return cudaErrorInvalidValue;
+  const Tail& tail = params.tail;
+  if (tail.depth % 8 != 0 || (kIsFp8 && tail.depth != 0)) return cudaErrorInvalidValue;
   CUtensorMap x, weight;
   cudaError_t error = describe(&x, params.x, params.num_rows, params.depth, params.x_stride,
                                S::rows, kRowBytes / kElements);
@@ -263,6 +272,15 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
                    kColumns, kRowBytes / kElements);
   if (error != cudaSuccess) return error;
+  CUtensorMap tail_x = x, tail_weight = weight;  // Without a tail no thread reads them.
+  if (tail.depth > 0) {
+    // Copies that reach beyond the depth fill their stage with zeros.
+    error = describe(&tail_x, tail.x, params.num_rows, tail.depth, tail.x_stride, S::rows);
+    if (error != cudaSuccess) return error;
+    error = describe(&tail_weight, tail.weight, params.num_columns, tail.depth, tail.weight_stride,
+                     kColumns);
+    if (error != cudaSuccess) return error;
+  }
   int device = 0, blocks = 0;
   error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -276,14 +294,16 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   kernel_params.out_stride = params.out_stride;
   kernel_params.num_rows = params.num_rows;
   kernel_params.width = width;
-  kernel_params.num_steps = params.depth / kElements;
+  kernel_params.tail_step = params.depth / kElements;
+  kernel_params.num_steps = kernel_params.tail_step + (tail.depth + kElements - 1) / kElements;
   kernel_params.row_tiles = (params.num_rows + S::rows - 1) / S::rows;
   kernel_params.column_tiles = (width + kColumns - 1) / kColumns;
   kernel_params.weight_hint = kernel_params.row_tiles == 1 ? kEvictFirst : kEvictNormal;
 
   const int num_tiles = kernel_params.row_tiles * kernel_params.column_tiles;
   const Launch launch{std::min(num_tiles, blocks), kThreads, stream, params.early, S::shared_bytes};
-  return launch_kernel(gated_linear_kernel<kIsFp8, kTall>, launch, x, weight, kernel_params);
+  return launch_kernel(gated_linear_kernel<kIsFp8, kTall>, launch, x, weight, tail_x, tail_weight,
+                       kernel_params);
 }
 
 }  // namespace

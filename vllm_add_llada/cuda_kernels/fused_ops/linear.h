@@ -28,6 +28,14 @@ struct Ahead {
   int64_t bytes;
 };
 
+// A second product x weight^T of the same shape, which is added to the sums. Bf16 only.
+struct Tail {
+  const void* x;                    // [num_rows, depth], rows x_stride apart
+  const void* weight;               // [num_columns, depth], rows weight_stride apart
+  int64_t x_stride, weight_stride;  // elements
+  int depth;                        // a multiple of 8, or 0: nothing is added
+};
+
 struct LinearParams {
   const void* x;       // [num_rows, depth], rows x_stride apart
   const void* weight;  // [num_columns, depth], rows weight_stride apart
@@ -41,6 +49,7 @@ struct LinearParams {
   Tiling tiling;
   bool early;   // the launch may overlap the end of the previous kernel
   Ahead ahead;  // not supported by launch_gated_linear
+  Tail tail;    // supported only by launch_gated_linear
 };
 
 // Enqueue the product: the first two for few rows (`Tiling` in Python states the limits), the gated
