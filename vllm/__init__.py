@@ -25,6 +25,7 @@ from vllm.diffusion.process import preflight as _preflight  # noqa: E402
 from vllm.diffusion.process import prestart as _prestart  # noqa: E402
 
 _prestart.keep_title()
+_prestart.hide_interrupts()
 _environment.keep_bytecode(is_server=_prestart.serves(_sys.orig_argv))
 _prestart.silence_torch_warnings()
 _preflight.check()

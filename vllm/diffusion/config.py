@@ -93,6 +93,10 @@ def configure(vllm_config: VllmConfig) -> None:
     _check_transfer(vllm_config)
     _divide_rows(vllm_config)
     check_flags(vllm_config)
+    slots = slots_of(vllm_config)
+    if slots is not None and slots.draft is not None:
+        # Refuses the adapter before the engine's process starts.
+        slots.draft.check(vllm_config.model_config.hf_config)
     if settings_of(vllm_config).batch_invariant:
         _check_invariant(vllm_config)
 
@@ -175,6 +179,10 @@ def _check_open(vllm_config: VllmConfig) -> None:
             f"quantization: given {model.quantization}; "
             f"wanted none or fp8 for a model of family {family.name}"
         )
+    if vllm_config.lora_config is not None:
+        raise ServerConfigError(
+            f"enable_lora: given True; wanted False for a model of family {family.name}"
+        )
 
 
 def _check_invariant(vllm_config: VllmConfig) -> None:
@@ -186,7 +194,8 @@ def _check_invariant(vllm_config: VllmConfig) -> None:
     if is_on_gpu:
         version = envs.kernels() or platforms.current_platform.get_device_capability()
         capability = tuple(version or (0, 0))
-    has_experts = bool(model.hf_config.architecture.expert_layers)
+    architecture = model.hf_config.architecture
+    has_experts = bool(architecture.expert_layers)
     fp8 = server_settings(vllm_config.additional_config).get("attention_dtype")
     scheme = scheme_of(model.quantization, getattr(model.hf_config, "quantization_config", None))
     is_known = model.quantization is None or isinstance(scheme, Fp8Scheme)
@@ -202,7 +211,12 @@ def _check_invariant(vllm_config: VllmConfig) -> None:
             "9.0",
         ),
         (not is_on_gpu and has_experts, "experts on the CPU", "a dense model, or a GPU"),
-        (parallel.tensor_parallel_size > 1, "tensor_parallel_size above 1", "1"),
+        (parallel.nnodes > 1, f"{parallel.nnodes} hosts", "1"),
+        (
+            parallel.tensor_parallel_size > 1 and architecture.norms_all_heads,
+            "tensor_parallel_size above 1 and norms over all heads",
+            "1, or another model",
+        ),
         (settings.sequence_parallel_size > 1, "sequence_parallel_size above 1", "1"),
     )
     for is_refused, given, wanted in refused:
@@ -461,10 +475,10 @@ class Settings:
     def sharing(self) -> str:
         """How long and short requests share the device, as text for the log."""
         if not self.longest_pause_ms:
-            return "no step is cut (longest_pause_ms 0)"
+            return "no step runs in slices (longest_pause_ms 0)"
         return (
-            f"steps beyond {self.longest_pause_ms:g} ms are cut (longest_pause_ms), and have "
-            f"{self.long_share:g} of the time while others run (long_share)"
+            f"steps above {self.longest_pause_ms:g} ms run in slices (longest_pause_ms), which get "
+            f"{self.long_share:g} of the time while other requests run (long_share)"
         )
 
     @classmethod
@@ -539,7 +553,7 @@ def check_settings(settings: Mapping[str, Any], family: Family | None) -> dict[s
     """Check all settings of the server; return the defaults of requests among them."""
     Settings.of(settings)
     remaining = {name: value for name, value in settings.items() if name not in _OF_THE_ENGINE}
-    return server_defaults(remaining, family)
+    return server_defaults(remaining, family, _OF_THE_ENGINE)
 
 
 def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family) -> SpecialIds:
@@ -555,15 +569,18 @@ def _special_ids(model: ModelConfig, generation: dict[str, Any], family: Family)
     listed = listed or _as_list(getattr(tokenizer, "eos_token_id", None))
     listed = listed or _as_list(getattr(config, "eos_token_id", None))
     eos = next(iter(listed), None)
+    stop = frozenset([*listed, *_as_list(eot)])
+    pad = getattr(config, "pad_token_id", None)
     return SpecialIds(
         mask=mask,
         eos=eos,
         eot=eot,
-        stop=frozenset([*listed, *_as_list(eot)]),
+        stop=stop,
         edit=tuple(getattr(config, key) for key in family.edit_tokens),
         think=() if absent else tuple(vocabulary[name] for name in family.think_tokens),
         no_think=absent[0] if len(absent) == 1 else None,
         line_ends=tuple(sorted(i for token, i in vocabulary.items() if token.endswith(_LINE_END))),
+        pad=pad if pad in stop else eos,
     )
 
 

@@ -65,9 +65,10 @@ class Metric:
 BUILD_INFO = Metric(
     "dllm:build_info",
     "gauge",
-    "Always 1; the labels show what the engine uses: `kernels`, `portable kernels` or the PyTorch "
-    "`reference` of each native package, the activation pool in virtual memory (`vmm`) or from "
-    "PyTorch (`torch`), the backends of attention, and whether CUDA graphs are `on`.",
+    "Always 1. The labels state what the engine uses. `flash_sample`, `fused_ops` and "
+    "`gather_gemm` are `kernels`, `portable kernels` or `reference` (PyTorch). "
+    "`activation_pool` is `vmm` (virtual memory) or `torch` (PyTorch's allocator). `attention` "
+    "lists the backends of attention. `graphs` is `on` if the engine has CUDA graphs.",
     per_engine=False,
     facts=("flash_sample", "fused_ops", "gather_gemm", "activation_pool", "attention", "graphs"),
 )
@@ -96,24 +97,28 @@ DENOISE_STEPS = Metric(
 FORWARDS = Metric(
     "dllm:forwards",
     "counter",
-    "Forward passes, counted once per request: a step counts once for each of its requests.",
+    "Forward passes of requests: a step counts once for each of its requests.",
 )
 FORWARDS_SAVED = Metric(
     "dllm:forwards_saved",
     "counter",
-    "Forward passes that finished requests did not need, because these could not have changed the "
-    "answer.",
+    "Forward passes that requests skipped because these could not have changed the answer. "
+    "They are counted when a request finishes.",
 )
 REQUEST_STEPS = Metric(
     "dllm:request_steps",
     "counter",
-    "Denoising steps of requests; with accepted draft states one forward pass does several steps.",
+    "Denoising steps of requests. With accepted draft states, one forward pass does several steps.",
 )
 DRAFT_STATES = Metric("dllm:draft_states", "counter", "Draft states that forward passes evaluated.")
 ACCEPTED_STATES = Metric(
     "dllm:accepted_states", "counter", "Accepted draft states; each saved a forward pass."
 )
-COMMITTED_TOKENS = Metric("dllm:committed_tokens", "counter", "Committed canvas positions.")
+COMMITTED_TOKENS = Metric(
+    "dllm:committed_tokens",
+    "counter",
+    "Committed canvas positions. A position that is masked again counts once more.",
+)
 TOKENS_PER_FORWARD = Metric(
     "dllm:tokens_per_forward",
     "histogram",
@@ -169,19 +174,21 @@ PLANNER_TIME = Metric(
 REQUESTS_WAITING = Metric(
     "dllm:requests_waiting",
     "gauge",
-    "Waiting requests, by what they wait for: `rows` of a step (`--max-num-batched-tokens`), "
-    "`memory`, fewer `requests` (`--max-num-seqs`), the end of `others` (`force_single_batch`). "
-    "Further values are a `prompt` that another request computes, the other requests of their "
-    "`call`, a slot for their `adapter` (`--max-loras`), and their `order` after earlier requests.",
+    "Waiting requests, by reason. `rows`: a step has no free rows "
+    "(`--max-num-batched-tokens`). `memory`: there is not enough free memory. `requests`: "
+    "`--max-num-seqs` requests run. `others`: the running requests must end first "
+    "(`force_single_batch`). `prompt`: another request computes the same prompt. `call`: "
+    "requests of the same call are missing. `adapter`: all adapter slots are in use "
+    "(`--max-loras`). `order`: earlier requests start first.",
     label="waits_for",
     label_values=WAITS_FOR,
 )
 REQUESTS_REFUSED = Metric(
     "dllm:requests_refused",
     "counter",
-    "Refused requests. `reason` is the wrong field (`other` for an unknown field), `api_key`, "
-    "`body_size`, `draining`, `memory` for steps that never fit into it, or `engine` for a "
-    "failure.",
+    "Refused requests. `reason` is the name of the wrong field, or `other` for an unknown "
+    "field. Further reasons are `api_key`, `body_size`, `draining` (shutdown), `memory` (the "
+    "steps never fit into memory) and `engine` (the engine failed).",
     label="reason",
     label_values=("engine",),
     per_engine=False,
@@ -215,8 +222,9 @@ ADAPTER_SLOT_BYTES = Metric(
 ADAPTER_LOADS = Metric(
     "dllm:adapter_loads",
     "counter",
-    "Loads of LoRA adapters, by source: `path` reads files while steps wait, `staged` reads them "
-    "beforehand, `tensors` takes a trainer's tensors, `in_place` replaces an adapter.",
+    "Loads of LoRA adapters, by source. `path`: files that are read while steps wait. "
+    "`staged`: files that were read while steps ran. `tensors`: tensors from a trainer. "
+    "`in_place`: a replacement of an adapter.",
     label="source",
     label_values=("path", "staged", "tensors", "in_place"),
 )
@@ -224,7 +232,9 @@ ADAPTER_PLACEMENTS = Metric(
     "dllm:adapter_placements", "counter", "Copies of a LoRA adapter to a slot of the device."
 )
 ADAPTER_EVICTIONS = Metric(
-    "dllm:adapter_evictions", "counter", "LoRA adapters that lost their place in host memory."
+    "dllm:adapter_evictions",
+    "counter",
+    "LoRA adapters that were removed from host memory to make room for others.",
 )
 ADAPTER_STEPS = Metric(
     "dllm:adapter_steps", "counter", "Denoising steps in which a request has a LoRA adapter."
@@ -232,7 +242,7 @@ ADAPTER_STEPS = Metric(
 ADAPTER_LOAD_TIME = Metric(
     "dllm:adapter_load_seconds",
     "histogram",
-    "Seconds that a load of a LoRA adapter delays steps.",
+    "Seconds by which a load of a LoRA adapter delays steps.",
     _SECONDS,
 )
 
@@ -253,8 +263,12 @@ class Observations:
         self._counts: Counter[str] = Counter()
 
     def count(self, metric: Metric, amount: int = 1, label: str = "") -> None:
-        """Increase a counter; `label` is the value of the metric's label, if it has one."""
-        if amount:
+        """Increase a counter; `label` is the value of the metric's label, if it has one.
+
+        A step that masks tokens again lowers the number of committed tokens. A counter never falls,
+        so a negative amount is left out.
+        """
+        if amount > 0:
             self._counts[f"{metric.name} {label}"] += amount
 
     def observe(self, metric: Metric, value: float) -> None:

@@ -60,7 +60,7 @@ def check_http(args: Namespace) -> None:
 
     given = {name: getattr(args, name) for name in TLS_ARGUMENTS if getattr(args, name) is not None}
     if "ssl_keyfile" in given and "ssl_certfile" not in given:
-        raise ServerConfigError("--ssl-certfile: wanted beside --ssl-keyfile, given none")
+        raise ServerConfigError("--ssl-certfile: given none; wanted a file with --ssl-keyfile")
     try:
         uvicorn.Config(FastAPI(), log_config=None, **given).load()
     except OSError as error:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import ops
+from vllm.diffusion.adapters.joined_weights import MIN_JOINED_ROWS, num_joined_rows
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.stages import FreshBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.adapters.adapted_rows import AdaptedRows
     from vllm.diffusion.adapters.slot_memory import ProductSlots
-    from vllm.diffusion.core.buffers import Buffer, Buffers
+    from vllm.diffusion.core.stages import Buffer, Buffers
 
 ALL = slice(None)
 
@@ -27,7 +28,7 @@ ALL = slice(None)
 class AdaptedProjection(ops.Projection):
     """A projection, and the products of the adapters that its current rows use.
 
-    Rows without an adapter get exactly the numbers of the projection alone.
+    Rows without an adapter get the numbers of the projection alone.
 
     Args:
         base: the projection of the checkpoint's weight.
@@ -42,7 +43,7 @@ class AdaptedProjection(ops.Projection):
         self, base: ops.Projection, slots: ProductSlots, adapted: AdaptedRows, columns: int
     ) -> None:
         self._base, self._slots, self._adapted = base, slots, adapted
-        self._columns = columns
+        self._columns, self._extended = columns, slots.extended
 
     @property
     def stored(self) -> Tensor | None:
@@ -73,6 +74,9 @@ class AdaptedProjection(ops.Projection):
         return self._base.rows(buffer, num_rows, scratch)
 
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        if columns == ALL and self._joins(len(out)):
+            self._write(x, out, self._adapted.tiles, scratch, adds=False)
+            return
         with self._shrinking(x, len(out), scratch) as low:
             self._base.project(x, out, scratch, columns)
         self._expand(low, out, columns)
@@ -81,11 +85,18 @@ class AdaptedProjection(ops.Projection):
         if not self._is_used:
             self._base.gated(x, out, scratch)
             return
+        if self._adds_tail(x):
+            self._gated_with_tail(x, out, self._adapted.tiles, scratch)
+            return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
-        gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
-        with self._shrinking(x, len(x), scratch) as low:
-            self._base.project(x, gate_up, scratch)
-        assert low is not None
+        if self._joins(len(x)):
+            gate_up, low = self._joined(x, len(x), scratch)
+        else:
+            gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
+            with self._shrinking(x, len(x), scratch) as own:
+                self._base.project(x, gate_up, scratch)
+            assert own is not None
+            low = own
         plain = out
         if isinstance(out, ops.QuantisedRows):
             plain = stages.plain_rows(x.dtype, self._columns // 2).take(scratch, len(x))
@@ -94,12 +105,18 @@ class AdaptedProjection(ops.Projection):
             ops.quantise_rows(plain, out)
 
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
+        if features == ALL and self._joins(len(out)):
+            self._write(h, out, self._adapted.tiles, scratch, adds=False)
+            return
         with self._shrinking(h, len(out), scratch, features) as low:
             self._base.multiply(h, out, scratch, features)
         self._expand(low, out)
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self._is_used):
+            if features == ALL and self._joins(len(x)):
+                self._write(h, x, self._adapted.tiles, scratch, adds=True)
+                return
             with self._shrinking(h, len(x), scratch, features) as low:
                 self._base.add_to(x, h, scratch, features)
             self._expand(low, x)
@@ -115,7 +132,8 @@ class AdaptedProjection(ops.Projection):
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the adapters' matrices, which determine the kernels."""
-        return tuple(tuple(matrix.shape) for matrix in self._slots.matrices[:2])
+        extends = (self._extended is not None, self._slots.tail is not None)
+        return (extends, *(tuple(matrix.shape) for matrix in self._slots.matrices[:2]))
 
     def rehearse(self, num_rows: int, *, is_gated: bool) -> None:
         """Run the kernels of `num_rows` rows of zeros, or of gate and up, with an empty slot."""
@@ -126,18 +144,67 @@ class AdaptedProjection(ops.Projection):
         size = ops.low_rank_tile(num_rows)
         table = ops.tile_table([(0, 0, num_rows)], num_rows, size)
         tiles = ops.Tiles(ops.to_device(table, x.device), size)
-        low = ops.take_low(matrices, num_rows, scratch)
-        ops.shrink(x, matrices, tiles, low)
+        parts = ops.take_low(matrices, num_rows, scratch)
+        ops.shrink(x, matrices, tiles, parts)
+        low = parts[0]
         if is_gated:
-            self._expand_gated(low, tiles, out, out.new_empty(num_rows, self._columns // 2))
-        else:
-            pieces = self._slots.pieces(slice(0, self._columns))
-            ops.expand(low, matrices, tiles, out, pieces)
+            gated = out.new_empty(num_rows, self._columns // 2)
+            self._expand_gated(low, tiles, out, gated)
+            if self._adds_tail(x):
+                self._gated_with_tail(x, gated, tiles, scratch)
+            if self._can_join(num_rows):
+                gate_up, low = self._joined(x, num_rows, scratch)
+                self._expand_gated(low, tiles, gate_up, gated)
+            return
+        ops.expand(low, matrices, tiles, out, self._slots.pieces(slice(0, self._columns)))
+        if self._can_join(num_rows):
+            for adds in (False, True):
+                self._write(x, out, tiles, scratch, adds=adds)
 
     @property
     def _is_used(self) -> bool:
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
+
+    def _joins(self, num_rows: int) -> bool:
+        """Whether one product of `num_rows` rows also has the products with the first matrices."""
+        return self._can_join(num_rows) and self._is_used
+
+    def _can_join(self, num_rows: int) -> bool:
+        return self._extended is not None and num_rows >= MIN_JOINED_ROWS
+
+    def _adds_tail(self, x: Any) -> bool:
+        """Whether one kernel computes silu(gate) * up with the second matrices."""
+        has_tail = self._slots.tail is not None and len(x) >= MIN_JOINED_ROWS
+        return has_tail and self._base.adds_tail(x)
+
+    def _gated_with_tail(self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers) -> None:
+        """Write silu(gate) * up with the adapters' products."""
+        tail = self._slots.tail
+        assert tail is not None
+        parts = ops.take_low(self._slots.matrices, len(x), scratch)
+        by_slot = stages.low_rank_by_slot(x.dtype, tail.shape[1]).take(scratch, len(x))
+        ops.shrink(x, self._slots.matrices, tiles, parts, by_slot)
+        self._base.gated_with(x, out, (by_slot, tail))
+
+    def _joined(self, x: Tensor, num_rows: int, scratch: Buffers) -> tuple[Tensor, Tensor]:
+        """Return the product, and the rows' products with the first matrices of all slots."""
+        assert self._extended is not None
+        num_slots, num_parts, max_rank, _ = self._slots.matrices.down.shape
+        num_numbers = num_slots * num_parts * max_rank
+        width = self._columns + num_joined_rows(num_numbers, self._columns)
+        both = stages.joined_product(x.dtype, width).take(scratch, num_rows)
+        self._extended.project(x, both, scratch)
+        low = both[:, self._columns : self._columns + num_numbers]
+        return both[:, : self._columns], low.unflatten(1, (num_slots, num_parts * max_rank))
+
+    def _write(
+        self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers, *, adds: bool
+    ) -> None:
+        """Write the product with the adapters' products to `out`, or add it if `adds`."""
+        base, low = self._joined(x, len(out), scratch)
+        pieces = self._slots.pieces(slice(0, self._columns))
+        ops.expand(low, self._slots.matrices, tiles, out, pieces, base=base, adds=adds)
 
     def _expand(self, low: Tensor | None, out: Tensor, columns: slice = ALL) -> None:
         """Add the products of the adapters to `out`, which has some columns of the product."""
@@ -181,15 +248,15 @@ class AdaptedProjection(ops.Projection):
             x = plain.copy_(x.values).mul_(x.scales[:, None])
         if features != ALL:
             matrices = matrices._replace(down=matrices.down[..., features])
-        low = ops.take_low(matrices, num_rows, scratch)
-        side = self._adapted.side_stream
+        parts = ops.take_low(matrices, num_rows, scratch)
+        low, side = parts[0], self._adapted.side_stream
         if side is None:
             yield low
-            ops.shrink(x, matrices, self._adapted.tiles, low)
+            ops.shrink(x, matrices, self._adapted.tiles, parts)
             return
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            ops.shrink(x, matrices, self._adapted.tiles, low)
+            ops.shrink(x, matrices, self._adapted.tiles, parts)
         yield low
         main.wait_stream(side)

@@ -7,11 +7,13 @@ It has a slot of its own, after the slots of the requests' adapters.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's own
 
@@ -21,9 +23,8 @@ from vllm.diffusion.core.errors import AdapterError, ServerConfigError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
-
-    import torch
 
     from vllm.diffusion.adapters.peft_files import Adapter
 
@@ -52,17 +53,35 @@ class DraftAdapter:
         """
         return _sizes_in(self.path)
 
+    def check(self, config: Any) -> None:
+        """Check everything about it that does not depend on the numbers in its tensors.
+
+        Raises:
+            ServerConfigError: as for `read`.
+        """
+        with _refusing():
+            self._reader(config, torch.float32).check(SETTING, self.path)
+
     def read(self, config: Any, dtype: torch.dtype) -> Adapter:
         """Return its tensors for the model of a configuration.
 
         Raises:
             ServerConfigError: a tensor has another shape, or no matrix of the model has its name.
         """
-        matrices = Matrices(config, self.sizes.modules)
-        try:
-            return AdapterReader(matrices, self.sizes.rank, dtype).read(SETTING, self.path)
-        except AdapterError as error:
-            raise ServerConfigError(f"{SETTING}: {error}") from None
+        with _refusing():
+            return self._reader(config, dtype).read(SETTING, self.path)
+
+    def _reader(self, config: Any, dtype: torch.dtype) -> AdapterReader:
+        return AdapterReader(Matrices(config, self.sizes.modules), self.sizes.rank, dtype)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise refusals of an adapter as errors of the setting."""
+    try:
+        yield
+    except AdapterError as error:
+        raise ServerConfigError(f"{SETTING}: {error}") from None
 
 
 def draft_adapter_in(checkpoint: str, folder: str, revision: str | None) -> DraftAdapter | None:
@@ -102,5 +121,10 @@ def _downloaded(checkpoint: str, folder: str, revision: str | None) -> Path:
         patterns = f"{folder}/*"
         return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError, HTTPError) as error:
-        logger.warning("%s: no folder %s from the Hugging Face Hub: %s", checkpoint, folder, error)
+        logger.warning(
+            "%s: the folder %s is not available from the Hugging Face Hub: %s",
+            checkpoint,
+            folder,
+            error,
+        )
         return Path(checkpoint)

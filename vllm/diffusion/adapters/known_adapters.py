@@ -168,14 +168,14 @@ class KnownAdapters:
         if known is not None and known.source.name != name and self._is_alive(known):
             raise AdapterError(
                 f"lora_int_id: given {number} for {name!r}; wanted another number: "
-                f"it is that of {known.source.name!r}"
+                f"it is the number of {known.source.name!r}"
             )
 
     def _is_alive(self, known: KnownAdapter) -> bool:
         return not known.is_removed or known.source.number in self.running.values()
 
-    def install(self, source: Source, adapter: Adapter, stamp: Stamp, kind: str) -> bool:
-        """Keep an adapter that was read; return whether another one had its number before.
+    def install(self, source: Source, adapter: Adapter, stamp: Stamp, kind: str) -> None:
+        """Keep an adapter that was read, in place of another one that had its number.
 
         Args:
             source: where it comes from.
@@ -199,9 +199,7 @@ class KnownAdapters:
         slot = self.slot_of(number)
         if slot is not None:
             self._slots.write(slot, adapter)
-        is_new = number not in self.generations
-        self.generations[number] = 0 if is_new else self.generations[number] + 1
-        return not is_new
+        self.generations[number] = self.generations.get(number, -1) + 1
 
     def note_load(self, number: int, seconds: float) -> None:
         """Record and log that an adapter was loaded."""
@@ -227,7 +225,7 @@ class KnownAdapters:
         name, stamp = self.evicted.get(source.number, (source.name, source.stamp()))
         if name != source.name:
             stamp = source.stamp()
-        wanted = "wanted another load of it, with load_inplace"
+        wanted = "wanted a new load with load_inplace"
         if stamp is None:
             raise AdapterError(
                 f"adapter {source.name}: its tensors were dropped to make room "
@@ -309,7 +307,7 @@ class KnownAdapters:
         if not known.is_removed:
             self.evicted[number] = known.source.name, known.stamp
             self.news.num_evictions += 1
-            logger.info("adapter %s: evicted from the host", known.source.name)
+            logger.info("adapter %s: evicted from host memory", known.source.name)
         self._drop(number)
 
     def _drop(self, number: int) -> None:

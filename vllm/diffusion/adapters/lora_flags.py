@@ -52,7 +52,7 @@ def check_flags(vllm_config: VllmConfig) -> None:
     ignored = [name for name in _WITHOUT_EFFECT if getattr(lora, name, False)]
     if ignored:
         logger.info(
-            "%s: without effect: adapters need no further sum over ranks", ", ".join(ignored)
+            "%s: no effect, because adapters need no further sum over ranks", ", ".join(ignored)
         )
     names = Matrices(model.hf_config).last_names
     unknown = [name for name in lora.target_modules or () if name not in names]

@@ -34,6 +34,7 @@ _PREFIX = "base_model.model."
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(\.[^.]+)?\.weight")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LARGEST = torch.finfo(torch.float32).max
 _MERGED = "or the adapter merged into the checkpoint"
 # Fields of adapter_config.json that change the forward pass: the only value that is served.
 _ONLY: dict[str, Any] = {
@@ -263,14 +264,29 @@ _DTYPES = {
 
 def folder_of(path: str) -> Path:
     """Return the folder of an adapter; a name on the Hugging Face Hub is downloaded first."""
-    folder = Path(path).expanduser()
-    if folder.is_dir() or not _HUB_NAME.fullmatch(path):
+    folder = _expanded(path)
+    if not _HUB_NAME.fullmatch(path) or folder.is_dir():
         return folder
     try:
         return Path(get_adapter_absolute_path(path))
     except Exception as error:  # the Hub cannot be reached, or has no such name
         logger.warning("adapter %s: not found on the Hugging Face Hub: %s", path, error)
         return folder
+
+
+def is_below(path: str, root: str) -> bool:
+    """Whether a path is inside a folder, after symbolic links are followed."""
+    try:
+        return _expanded(path).resolve().is_relative_to(Path(root).resolve())
+    except (OSError, RuntimeError, ValueError):  # a name that no file can have, or a loop of links
+        return False
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no user has the name after "~"
+        return Path(path)
 
 
 @contextmanager
@@ -280,8 +296,13 @@ def _opened(path: str) -> Iterator[tuple[dict[str, Any], _Tensors]]:
     refusal = AdapterError(
         f"lora_path: given {path!r}; wanted a folder with {CONFIG} and {SAFETENSORS}"
     )
-    file = next((folder / n for n in (SAFETENSORS, *_PICKLED) if (folder / n).is_file()), None)
-    if file is None or not (folder / CONFIG).is_file():
+    try:
+        places = [folder / name for name in (SAFETENSORS, *_PICKLED)]
+        file = next((place for place in places if place.is_file()), None)
+        has_config = (folder / CONFIG).is_file()
+    except OSError:  # a name that is too long, or a folder that the server may not read
+        raise refusal from None
+    if file is None or not has_config:
         raise refusal
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -304,8 +325,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle raises errors of any kind
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AdapterError(f"{file.name}: wanted a file of tensors: {line}") from None
+        kind = type(error).__name__  # torch's text recommends an unsafe way to read the file
+        raise AdapterError(f"{file.name}: wanted a file of tensors; reading: {kind}") from None
     content: dict[str, Any] = tensors if isinstance(tensors, dict) else {"": None}
     if not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise AdapterError(f"{file.name}: wanted a dictionary of tensors")
@@ -327,17 +348,39 @@ def _config_of(given: Mapping[str, Any]) -> PEFTHelper:
         raise AdapterError(f"init_lora_weights: given {initial!r}; wanted true, {_MERGED}")
     fields = dict(given)
     fields["target_modules"] = []  # the tensors show which modules there are
-    for field in ("r", "lora_alpha"):
-        number: Any = given.get(field)
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or (field == "r" and (number != int(number) or number < 1)):
-            wanted = "a whole number from 1 on" if field == "r" else "a number"
-            shown = "nothing" if number is None else _shown(number)
-            raise AdapterError(f"{field}: given {shown}; wanted {wanted}")
+    _check_number("r", given.get("r"), is_rank=True)
+    _check_number("lora_alpha", given.get("lora_alpha"), is_rank=False)
+    if not isinstance(given.get("use_rslora", False), bool):
+        raise AdapterError(f"use_rslora: given {given['use_rslora']!r}; wanted true or false")
+    for field in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(field, given.get(field), is_rank=field == "rank_pattern")
     try:
         return PEFTHelper.from_dict(fields)
     except (TypeError, ValueError, AttributeError) as error:
         raise AdapterError(f"{CONFIG}: {error}") from None
+
+
+def _check_pattern(field: str, pattern: Any, *, is_rank: bool) -> None:
+    """Check numbers by regular expressions of module names."""
+    if not isinstance(pattern, dict | None):
+        raise AdapterError(f"{field}: given {pattern!r}; wanted an object of numbers by modules")
+    for key, number in (pattern or {}).items():
+        try:
+            re.compile(key)
+        except re.error as error:
+            wanted = f"wanted a regular expression: {error}"
+            raise AdapterError(f"{field}: given {key!r}; {wanted}") from None
+        _check_number(f"{field}: {key}", number, is_rank=is_rank)
+
+
+def _check_number(field: str, number: Any, *, is_rank: bool) -> None:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    # The comparison excludes NaN, and whole numbers that are no floats.
+    is_finite = is_number and -_LARGEST <= number <= _LARGEST
+    if not is_finite or (is_rank and (number != int(number) or number < 1)):
+        wanted = "a whole number from 1 on" if is_rank else "a finite number"
+        shown = "nothing" if number is None else _shown(number)
+        raise AdapterError(f"{field}: given {shown}; wanted {wanted}")
 
 
 def _shown(value: Any) -> str:

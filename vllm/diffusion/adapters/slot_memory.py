@@ -4,19 +4,39 @@
 from __future__ import annotations
 
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.slot_room import ArenaSlots, SlotRoom
+from vllm.diffusion.adapters.joined_weights import append_matrices, tail_depth
+from vllm.diffusion.adapters.slot_allocator import ArenaSlotAllocator, SlotAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from vllm.diffusion.adapters.matrices import Matrices, Shard
     from vllm.diffusion.adapters.peft_files import Adapter
 
-# Room for ranks and scales of a product's parts, so that the numbers of each product are aligned.
+# Each product has ranks and scales of this number of parts, so that its numbers are aligned.
 _PARTS = 4
+
+
+class LayerProduct(NamedTuple):
+    """A product of the layers.
+
+    Attributes:
+        base: its projection.
+        columns: number of columns.
+        is_gated: whether the columns are gate and up.
+    """
+
+    base: ops.Projection
+    columns: int
+    is_gated: bool
 
 
 class _Part(NamedTuple):
@@ -39,11 +59,27 @@ class _Part(NamedTuple):
 class ProductParts(list[_Part]):
     """The parts of one product."""
 
+    @property
+    def depth(self) -> int:
+        """Depth of the product on this rank."""
+        return int(self[0].features.stop - self[0].features.start)
+
+    @property
+    def width(self) -> int:
+        """Number of columns that adapters may change."""
+        return sum(part.width for part in self)
+
     def shapes(self, max_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of both kinds of matrices in a slot."""
-        depth = self[0].features.stop - self[0].features.start
-        width = sum(part.width for part in self)
-        return (len(self), max_rank, depth), (max_rank, width)
+        return (len(self), max_rank, self.depth), (max_rank, self.width)
+
+    def tail_shape(
+        self, product: LayerProduct | None, num_slots: int, max_rank: int
+    ) -> tuple[int, int]:
+        """Return the shape of the tail of all slots; it is empty if the product has none."""
+        if product is None or not (product.is_gated and product.base.can_add_tail):
+            return 0, 0
+        return product.columns, tail_depth(num_slots * len(self) * max_rank, self.depth)
 
 
 class ProductSlots:
@@ -52,10 +88,21 @@ class ProductSlots:
     Args:
         parts: the matrices, in the order of their columns.
         matrices: their slots; `up` has their columns one after the other.
+        extended: projection of the product's weight with the first matrices appended; None if they
+            have memory of their own.
+        tail: copy of the second matrices [columns, slots * parts * maximum rank], zeros where a
+            part has no columns; None without one.
     """
 
-    def __init__(self, parts: ProductParts, matrices: ops.LowRank) -> None:
+    def __init__(
+        self,
+        parts: ProductParts,
+        matrices: ops.LowRank,
+        extended: ops.Projection | None = None,
+        tail: Tensor | None = None,
+    ) -> None:
         self._parts, self.matrices = parts, matrices
+        self.extended, self.tail = extended, tail
         self._changed_by: set[int] = set()
 
     def is_changed_by(self, slot: int) -> bool:
@@ -84,7 +131,10 @@ class ProductSlots:
         Numbers of higher ranks stay as they are, because nothing reads them.
         """
         described, start = list[tuple[int, float]](), 0
-        for part, downs in zip(self._parts, self.matrices.down[slot], strict=True):
+        max_rank = self.matrices.up.shape[1]
+        for number, (part, downs) in enumerate(
+            zip(self._parts, self.matrices.down[slot], strict=True)
+        ):
             low_rank = None if adapter is None else adapter.low_ranks.get(part.name)
             columns = slice(start, start + part.width)
             start = columns.stop
@@ -96,6 +146,9 @@ class ProductSlots:
             up = torch.cat([low_rank.up[own] for own in part.rows])
             up = up.to(downs.device, non_blocking=True)
             self.matrices.up[slot, :rank, columns].copy_(up.t())
+            if self.tail is not None:
+                first = (slot * len(self._parts) + number) * max_rank
+                self.tail[part.columns, first : first + rank].copy_(up)
             described.append((rank, low_rank.scale))
         self._changed_by.discard(slot)
         if any(rank for rank, _ in described):
@@ -104,7 +157,7 @@ class ProductSlots:
 
 
 class SlotMemory:
-    """Room for `num_slots` adapters in the memory of the device.
+    """Memory of the device for `num_slots` adapters.
 
     Args:
         matrices: the matrices that adapters may change.
@@ -113,6 +166,8 @@ class SlotMemory:
         shard: the part of every matrix on this rank.
         dtype, device: dtype and device of the model.
         can_release: whether `release` gives the memory back to the device.
+        products: products of the layers, by path. Their weights are extended by the matrices where
+            this saves time.
 
     Attributes:
         products: the slots of each product, by the path of its module in the model.
@@ -128,23 +183,33 @@ class SlotMemory:
         dtype: torch.dtype,
         device: torch.device,
         can_release: bool = False,
+        products: Mapping[str, LayerProduct] = MappingProxyType({}),
     ) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
         self._adapters: list[Adapter | None] = [None] * num_slots
         self._is_released = False
-        make_room = ArenaSlots if can_release and device.type == "cuda" else SlotRoom
-        self._room = make_room(dtype, device)
-        products = parts_of(matrices, shard)
-        self.slot_bytes = slot_bytes(matrices, max_rank, shard, dtype)
+        is_releasable = can_release and device.type == "cuda"
+        allocator = ArenaSlotAllocator if is_releasable else SlotAllocator
+        self._allocator = allocator(dtype, device)
+        all_parts = parts_of(matrices, shard)
+        self.slot_bytes = slot_bytes(matrices, num_slots, max_rank, shard, dtype, products)
         # All ranks and scales are written at once: products, slots, parts.
-        shape = len(products), num_slots, _PARTS
+        shape = len(all_parts), num_slots, _PARTS
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
         self.products = dict[str, ProductSlots]()
-        for number, (path, parts) in enumerate(products.items()):
-            down, up = (self._room.zeros((num_slots, *own)) for own in parts.shapes(max_rank))
+        for number, (path, parts) in enumerate(all_parts.items()):
+            down_shape, up_shape = ((num_slots, *own) for own in parts.shapes(max_rank))
+            product, joined = products.get(path), None
+            if product is not None and parts.width == product.columns:
+                joined = append_matrices(product.base, product.columns, down_shape)
+            extended, down = joined or (None, self._allocator.zeros(down_shape))
+            up = self._allocator.zeros(up_shape)
+            tail_shape = parts.tail_shape(product, num_slots, max_rank)
+            tail = self._allocator.zeros(tail_shape) if prod(tail_shape) else None
             described = (table[number, :, : len(parts)] for table in (self._ranks, self._scales))
-            self.products[path] = ProductSlots(parts, ops.LowRank(down, up, *described))
+            low_rank = ops.LowRank(down, up, *described)
+            self.products[path] = ProductSlots(parts, low_rank, extended, tail)
 
     def write(self, slot: int, adapter: Adapter | None) -> None:
         """Copy an adapter into a slot; None empties it. After a release, `restore` copies it.
@@ -164,12 +229,12 @@ class SlotMemory:
     def release(self) -> None:
         """Release the memory of the slots. The adapters stay on the host, each with its slot."""
         self._is_released = True
-        self._room.release()
+        self._allocator.release()
 
     def restore(self) -> None:
         """Allocate the memory again, at the same addresses, and copy the adapters into it."""
         self._is_released = False
-        self._room.restore()
+        self._allocator.restore()
         for slot, adapter in enumerate(self._adapters):
             self.write(slot, adapter)
 
@@ -187,8 +252,17 @@ def parts_of(matrices: Matrices, shard: Shard) -> dict[str, ProductParts]:
     return parts
 
 
-def slot_bytes(matrices: Matrices, max_rank: int, shard: Shard, dtype: torch.dtype) -> int:
-    """Return the bytes of one slot on one rank."""
-    products = parts_of(matrices, shard).values()
-    shapes = (shape for parts in products for shape in parts.shapes(max_rank))
-    return dtype.itemsize * sum(map(prod, shapes))
+def slot_bytes(
+    matrices: Matrices,
+    num_slots: int,
+    max_rank: int,
+    shard: Shard,
+    dtype: torch.dtype,
+    products: Mapping[str, LayerProduct] = MappingProxyType({}),
+) -> int:
+    """Return the bytes of one of several slots on one rank."""
+    count = 0
+    for path, parts in parts_of(matrices, shard).items():
+        count += sum(map(prod, parts.shapes(max_rank)))
+        count += prod(parts.tail_shape(products.get(path), num_slots, max_rank)) // num_slots
+    return dtype.itemsize * count

@@ -8,6 +8,7 @@ from copy import copy
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs as upstream_envs
 from vllm.diffusion.core.errors import AdapterError, InvalidParameterError
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -50,23 +51,20 @@ class AdapterRequests:
             known: numbers of the engine's adapters, whose files may be gone.
 
         Returns:
-            the adapter to load in place first, or None.
+            an adapter that the engine must load first, and that is noted then; or None. The engine
+            refuses it if another adapter has its number.
 
         Raises:
-            AdapterError: another adapter has its number, or it cannot be served.
+            AdapterError: it cannot be served.
         """
         number, name = request.lora_int_id, request.lora_name
         other, _ = self._checked.get(number, (name, ""))
-        if number in known and other != name:
-            raise AdapterError(
-                f"lora_int_id: given {number} for {name!r}; wanted another number: "
-                f"it is that of {other!r}"
-            )
         has_files = number not in known or request.load_inplace
         if has_files and self._reader is not None and not hasattr(request, "lora_tensors"):
             self._reader.check(name, request.lora_path)
-        self.note(request)
-        if not request.load_inplace:
+        # The number may have been given to another adapter since this process noted it.
+        if not request.load_inplace and not (number in known and other != name):
+            self.note(request)
             return None
         replacement = copy(request)
         request.load_inplace = False
@@ -94,7 +92,7 @@ async def choose_model(models: OpenAIServingModels, name: Any) -> None:
     """Set the adapter of this task's HTTP request by the model that it names.
 
     Args:
-        models: the served models of a server with adapters.
+        models: the served models.
         name: `model` of the body, if it has one.
 
     Raises:
@@ -111,6 +109,8 @@ async def choose_model(models: OpenAIServingModels, name: Any) -> None:
             adapter = resolved
         elif resolved.error.code == HTTPStatus.BAD_REQUEST:
             raise VLLMValidationError(resolved.error.message)
+    if adapter is None and upstream_envs.VLLM_SKIP_MODEL_NAME_VALIDATION:
+        return
     if adapter is None:
         served = [model.name for model in models.base_model_paths]
         names = ", ".join([*served, *models.lora_requests])

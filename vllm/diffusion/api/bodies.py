@@ -51,6 +51,11 @@ def check_body(body: Any) -> None:
             raise InvalidParameterError(name, body[name], "wanted a number of 64 bits")
 
 
+def is_whole(value: Any, lowest: int, highest: int) -> bool:
+    """Whether a value of a body is an integer from `lowest` to `highest`."""
+    return type(value) is int and lowest <= value <= highest
+
+
 def check_tools(body: Mapping[str, Any]) -> None:
     """Refuse a body with too many tools, before any code iterates over them."""
     tools = body.get("tools")

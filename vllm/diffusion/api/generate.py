@@ -71,8 +71,7 @@ class _Choice:
 
 
 class GenerateHandler:
-    """Handler of `/generate` for one engine; answers report the adapter, or the first of
-    `model_names`."""
+    """Handler of `/generate` for one engine; answers report the adapter or the first model name."""
 
     def __init__(
         self,

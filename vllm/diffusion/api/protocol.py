@@ -46,7 +46,9 @@ class GenerateBody(BaseModel):
     add_special_tokens: bool = Field(
         True, description="add the tokenizer's special tokens to a string prompt"
     )
-    n: int = Field(1, description=f"answers per prompt, 1 to {MAX_CHOICES}; answer i uses seed + i")
+    n: int = Field(
+        1, description=f"number of answers per prompt, 1 to {MAX_CHOICES}; answer i uses seed + i"
+    )
     stop: str | list[str] | None = Field(None, description="strings that end the answer")
     stop_token_ids: list[int] | None = Field(None, description="token ids that end the answer")
     include_stop_str_in_output: bool = Field(False, description="keep the stop string in the text")
@@ -72,8 +74,8 @@ class GenerateBody(BaseModel):
     )
     logprobs: int | None = Field(
         None,
-        description="return the log probability of every token in the step that committed it, and "
-        "of this many of the most likely tokens",
+        description="for every token of the answer, return its log probability and the log "
+        "probabilities of this number of most likely tokens, in the step that committed the token",
     )
     logprob_token_ids: list[int] | None = Field(
         None,
@@ -122,7 +124,7 @@ def check_body(body: GenerateBody) -> None:
         body.messages = read_chat(body.messages)
     if body.apply_chat_template and not isinstance(body.prompt, str):
         raise InvalidParameterError(
-            "apply_chat_template", True, "wanted a string prompt beside it (or use messages)"
+            "apply_chat_template", True, "wanted a string prompt with it, or messages"
         )
 
 
@@ -194,7 +196,7 @@ class GenerateResponse(BaseModel):
     finish_reason: list[str]
     logprobs: list[list[TokenLogprob]] | None = None
     trajectory: list[dict[str, Any] | None] | None = Field(
-        None, description="with return_trajectory, how each answer came about; null if aborted"
+        None, description="with return_trajectory, the commits of each answer; null if aborted"
     )
     usage: Usage
     diffusion: DiffusionReport

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class DiffusionReport(BaseModel):
-    """How the answers of a request were denoised; several answers are summed, or their maximum
-    taken.
+    """How the answers of a request were denoised; values are sums or maxima over the answers.
 
     Attributes:
         steps: requested number of denoising steps; null if the number is not limited.

@@ -127,8 +127,8 @@ def _described(field: Parameter) -> Any:
         "maximum": field.maximum,
     }
     extra = {name: value for name, value in extra.items() if value is not None}
-    text = f"{field.doc} (default: {field.documented_default})"
+    text = f"{field.doc}. Default: {field.documented_default}"
     users = tuple(dict.fromkeys((*field.algorithms, *field.block_algorithms)))
     if users:
-        text += f"; used by {', '.join(users)}"
+        text += f". Used by {', '.join(users)}"
     return Field(None, description=text, json_schema_extra=extra)

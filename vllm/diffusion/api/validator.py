@@ -14,7 +14,7 @@ from bisect import bisect_left
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion import metrics
@@ -30,6 +30,7 @@ from vllm.diffusion.request.algorithms import algorithms_for
 from vllm.diffusion.request.decision import (
     DECISION,
     attach,
+    check_extra_args,
     check_score,
     decide,
     is_decided,
@@ -37,6 +38,7 @@ from vllm.diffusion.request.decision import (
     requested_format,
 )
 from vllm.diffusion.request.likelihood import SCORE, SCORED_AS
+from vllm.diffusion.request.revision import families_that_revise, revises
 from vllm.diffusion.request.served_model import NO_MASK
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.registry import RENDERER_REGISTRY
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
     from collections.abc import (
         Awaitable,
         Callable,
-        Collection,
         Iterable,
         Iterator,
         Mapping,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.guided.guides import Guide, Spec
+    from vllm.diffusion.request.algorithms import Algorithm
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.request.served_model import ServedModel
     from vllm.lora.request import LoRARequest
@@ -133,11 +135,20 @@ class Validator:
             raise InvalidParameterError("model", family, "wanted a family with a mask token")
         return self._model.ids.mask
 
-    def inserts_tokens(self, algorithm: str | None) -> bool:
+    def inserts_tokens(self, algorithm: object) -> bool:
         """Whether an algorithm, by default the model's, also deletes and inserts tokens."""
-        name = algorithm or self._model.default_algorithm
-        named = algorithms_for(self._model.family).get(name)
+        named = self._algorithm(algorithm)
         return named is not None and named.edits_length
+
+    def scores_texts(self, algorithm: object) -> bool:
+        """Whether tokens of a text are masked again by their scores, so that `slack` has effect."""
+        named = self._algorithm(algorithm)
+        return named is not None and named.text_rule is None
+
+    def _algorithm(self, given: object) -> Algorithm | None:
+        """Return the algorithm of a name, by default the model's; None if there is none."""
+        name = given or self._model.default_algorithm
+        return algorithms_for(self._model.family).get(name) if isinstance(name, str) else None
 
     @property
     def bounds_thinking(self) -> bool:
@@ -192,6 +203,28 @@ class Validator:
                 f"{what} is of families whose positions all see each other; wanted {instead}",
             )
 
+    def refuse_suffix(self, suffix: str) -> None:
+        """Refuse a text after the answer, if no position of the model attends to it.
+
+        Raises:
+            InvalidParameterError: naming `suffix`.
+        """
+        family = self._model.family
+        if family.is_block_causal:
+            wanted = f"wanted none, or fim_template: true: a model of family {family.name}"
+            raise InvalidParameterError("suffix", suffix, f"{wanted} does not see what follows")
+
+    def refuse_revisions(self, route: str) -> None:
+        """Refuse a route that revises texts, if the model cannot.
+
+        Raises:
+            InvalidParameterError: naming `model`.
+        """
+        family = self._model.family
+        if not revises(family):
+            wanted = f"{route} revises texts; wanted {families_that_revise()}"
+            raise InvalidParameterError("model", family.name, wanted)
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether requests reuse keys and values of other requests with an equal prefix."""
@@ -240,9 +273,7 @@ class Validator:
         await self.compile(spec)
 
     def longest_request(self) -> int:
-        """Return the number of tokens of the longest request that fits, half of it prompt, half
-        canvas.
-        """
+        """Return the number of tokens of the longest request that fits, half of it canvas."""
         prompt = [0 if self._model.ids.mask else 1]
         params = self.decide({"gen_length": 1}, prompt)
         admission = self._admission
@@ -311,6 +342,7 @@ class Validator:
     def decide_sampling(self, sampling: Any, prompt_token_ids: Sequence[int]) -> DiffusionParams:
         """Decide the parameters of a request that a `SamplingParams` describes."""
         try:
+            check_extra_args(sampling)
             refuse_lone_surrogates(_texts_of(sampling))
             request = request_values_of(sampling)
         except InvalidParameterError as error:
@@ -370,9 +402,13 @@ async def _add_compiled(
     if validator is not None and isinstance(params, SamplingParams) and not is_decided(params):
         await validator.compile_sampling(params)
     with _refusing_adapters():
-        check = _adapter_check(validator, (prompt, params, *args), options)
-        if check is not None and (replacement := check(await self.list_loras())) is not None:
-            await self.add_lora(replacement)
+        unchecked = _new_adapter(validator, (prompt, params, *args), options)
+        if unchecked is not None:
+            adapters, adapter = unchecked
+            replacement = adapters.check(adapter, await self.list_loras())
+            if replacement is not None:
+                await self.add_lora(replacement)
+                adapters.note(replacement)
     return await _upstreams_adding(self, request_id, prompt, params, *args, **options)
 
 
@@ -388,12 +424,15 @@ def _process_inputs(
     if isinstance(prompt, dict) and "type" in prompt:
         decided = validator.decide_sampling(params, prompt.get("prompt_token_ids") or [])
     sampling = params
-    if params.structured_outputs is not None or params.bad_words:
+    budget = params.thinking_token_budget
+    if params.structured_outputs is not None or params.bad_words or budget is not None:
         params = params.clone()
         # Upstream would check them against its own grammars.
         params.structured_outputs = None
         # Upstream would tokenise every word, without a limit on their number.
         params.bad_words = None
+        # Upstream would require a server with a reasoning parser.
+        params.thinking_token_budget = None
     request = _upstreams(self, request_id, prompt, params, *args, **options)
     if decided is None:
         decided = validator.decide_sampling(sampling, request.prompt_token_ids or [])
@@ -401,10 +440,10 @@ def _process_inputs(
     return request
 
 
-def _adapter_check(
+def _new_adapter(
     validator: Validator | None, args: tuple[Any, ...], options: Mapping[str, Any]
-) -> Callable[[Collection[int]], LoRARequest | None] | None:
-    """Return `AdapterRequests.check` of a request's adapter; None if there is nothing to check.
+) -> tuple[AdapterRequests, LoRARequest] | None:
+    """Return what checks a request's adapter, and the adapter; None if there is nothing to check.
 
     Args:
         validator: None if the served model is not ours.
@@ -413,7 +452,7 @@ def _adapter_check(
     adapter = options.get("lora_request") or (args[3] if len(args) > 3 else None)
     if validator is None or adapter is None or not validator.adapters.needs_check(adapter):
         return None
-    return partial(validator.adapters.check, adapter)
+    return validator.adapters, adapter
 
 
 @contextmanager
@@ -477,9 +516,13 @@ def _add_request(self: LLMEngine, request_id: str, *args: Any, **options: Any) -
     Upstream registers a request before it sends it, and waits for every registered request.
     """
     with _refusing_adapters():
-        check = _adapter_check(validator_of(self.input_processor), args, options)
-        if check is not None and (replacement := check(self.list_loras())) is not None:
-            self.add_lora(replacement)
+        unchecked = _new_adapter(validator_of(self.input_processor), args, options)
+        if unchecked is not None:
+            adapters, adapter = unchecked
+            replacement = adapters.check(adapter, self.list_loras())
+            if replacement is not None:
+                self.add_lora(replacement)
+                adapters.note(replacement)
     registered = self.output_processor.external_req_ids
     before = list(registered.get(request_id, ()))
     try:

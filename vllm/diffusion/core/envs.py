@@ -54,7 +54,8 @@ def _size(name: str) -> int | None:
     num_bytes = 0 if match is None or unit is None else int(Fraction(match[1]) * unit)
     if num_bytes < 1:
         raise ServerConfigError(
-            f"{name}: given {value!r}; wanted a number of bytes, as 12884901888, 12GiB, 12G or 12GB"
+            f"{name}: given {value!r}; wanted a number of bytes, such as 12884901888, 12GiB, 12G "
+            "or 12GB"
         )
     return num_bytes
 

@@ -120,7 +120,10 @@ def _short(value: Any) -> str:
 
 
 def _start_of(value: Any, looked_at: Iterator[int]) -> Any:
-    """Return the part of a value that an error can display; a client may have sent megabytes."""
+    """Return the part of a value that an error can display; a client may have sent megabytes.
+
+    Tuples become lists, because JSON has no tuples.
+    """
     if isinstance(value, str):
         return value[: MAX_GIVEN_LENGTH + 1]
     if type(value) not in (list, tuple, dict):
@@ -134,7 +137,7 @@ def _start_of(value: Any, looked_at: Iterator[int]) -> Any:
             lines.append((item[0], _start_of(item[1], looked_at)))
         else:
             lines.append(_start_of(item, looked_at))
-    return type(value)(lines)
+    return dict(lines) if isinstance(value, dict) else lines
 
 
 def _cut(text: str, limit: int) -> str:

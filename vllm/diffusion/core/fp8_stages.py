@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.diffusion.core.buffers import Buffer
+from vllm.diffusion.core.stages import Buffer
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.stages import Listed

@@ -40,8 +40,7 @@ class Fp8Scheme:
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """4-bit weights in groups along the depth; plain checkpoints are quantised while they are
-    loaded.
+    """4-bit weights in groups along the depth; plain checkpoints are quantised at loading.
 
     Attributes:
         name: name for --quantization: "int4" has integers with a scale and a zero point per group,

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding.base import (
-    BlockwiseRule,
     Candidates,
     Commit,
     DecodingRule,
@@ -58,7 +57,6 @@ __all__ = [
     "RULES",
     "BatchedChoice",
     "BatchedCommit",
-    "BlockwiseRule",
     "Candidates",
     "Commit",
     "DecodingRule",

@@ -44,8 +44,8 @@ class ForwardTarget(NamedTuple):
         fill_end: position before which the fill ends; None for the end of the sequence.
         is_causal: in families with causal context: whether positions attend only to earlier
             positions, so that the row before a position predicts its candidate.
-        tail_start: first position of the tail, the last rows of a window, which only draft. They
-            use the adapter for drafts, if there is one. None without a tail.
+        tail_start: first position of the tail, the last rows of a window, which only draft, with
+            an adapter of their own if there is one. None without a tail.
     """
 
     eligible: Array

@@ -19,6 +19,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import NOISE
 from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.base import Commit, DecodingRule, ForwardTarget
+from vllm.diffusion.decoding.filters import filtered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,15 +105,7 @@ class EntropyBound(DecodingRule):
 
     def adjust_logits(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         params = self.params
-        if params.has_filters:
-            filters = ops.Filters(
-                min_p=params.min_p,
-                top_k=params.top_k or 0,
-                top_p=1.0 if params.top_p is None else params.top_p,
-                keeps_equal=True,
-            )
-            kept = ops.kept_columns(logits, 1.0, filters)
-            logits = logits.masked_fill(~kept, -torch.inf)
+        logits = filtered(logits, params)
         share = (self._num_steps - self.step) / self._num_steps
         logits = logits.div_(params.t_min + (params.t_max - params.t_min) * share)
         if self.note_logits is not None:

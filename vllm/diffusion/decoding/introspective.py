@@ -33,6 +33,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, COMMIT
 from vllm.diffusion.decoding.base import Array, Candidates, Commit, ForwardTarget
+from vllm.diffusion.decoding.filters import filtered
 from vllm.diffusion.decoding.self_speculation import SelfSpeculation
 
 if TYPE_CHECKING:
@@ -164,15 +165,7 @@ class Introspective(SelfSpeculation):
         scaled = logits.float() / params.temperature
         for token in (*params.never_ids, params.mask_id):
             scaled[:, token] = -torch.inf
-        if params.has_filters:
-            filters = ops.Filters(
-                min_p=params.min_p,
-                top_k=params.top_k or 0,
-                top_p=1.0 if params.top_p is None else params.top_p,
-                keeps_equal=True,
-            )
-            scaled = scaled.masked_fill(~ops.kept_columns(scaled, 1.0, filters), -torch.inf)
-        return torch.softmax(scaled, dim=-1)
+        return torch.softmax(filtered(scaled, params), dim=-1)
 
     def _uniform(self, purpose: int, positions: torch.Tensor, num_columns: int) -> torch.Tensor:
         """Return uniform numbers [R, columns] of this forward."""

@@ -31,9 +31,9 @@ class StreamedText(TextScan, Levenshtein):
 
     def __init__(self, params: DiffusionParams, prompt_length: int) -> None:
         super().__init__(params, prompt_length)
-        if params.revision is None or params.eos_id is None:
+        if params.revision is None or params.pad_id is None:
             raise ValueError("revision: wanted a text and an end token, got None")
-        self._eos_id, self._end_ids = params.eos_id, sorted(params.stop_ids)
+        self._pad_id, self._end_ids = params.pad_id, sorted(params.stop_ids)
         text = np.array(params.revision.token_ids)
         length = text.size if params.ends_with_text else params.max_tokens
         self._stop = prompt_length + length  # end of the stream
@@ -95,7 +95,7 @@ class StreamedText(TextScan, Levenshtein):
         sources = self._move(np.append(self._sources(written), rest))
         num_ends = max(num_rows, length) - sources.size
         moved = np.where(sources < 0, self._mask, tokens[sources])
-        self._stream = np.pad(moved, (0, max(num_ends, 0)), constant_values=self._eos_id)
+        self._stream = np.pad(moved, (0, max(num_ends, 0)), constant_values=self._pad_id)
         self._is_first = self._is_own[first : first + num_rows]
         return self._without_early_ends(self._stream[:num_rows])
 

@@ -44,19 +44,19 @@ class TagError(ValueError):
     """A tag is missing or appears twice; the message has the tag and the fault."""
 
 
-def part_of(text: str, name: str, start: int = 0, stop: int | None = None) -> TaggedText | None:
+def part_of(text: str, name: str, start: int = 0) -> TaggedText | None:
     """Return the first part with the tags of a name; None if there is no opening tag.
 
     Raises:
         TagError: the closing tag is missing.
     """
     opening, closing = f"<|{name}|>", f"<|/{name}|>"
-    at = text.find(opening, start, stop)
+    at = text.find(opening, start)
     if at < 0:
         return None
     begin = at + len(opening)
     begin += text.startswith("\n", begin)
-    end = text.find(closing, begin, stop)
+    end = text.find(closing, begin)
     if end < 0:
         raise TagError(f"{closing} is missing")
     return TaggedText(at, end + len(closing), text[begin:end])

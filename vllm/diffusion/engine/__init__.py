@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler, worker and model runner: one engine step is one denoise step of all requests."""
+"""Scheduler, worker and model runner: one engine step is one denoising step of all requests."""

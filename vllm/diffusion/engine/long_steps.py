@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between scheduler and workers about a long step that is computed in slices."""
+"""Messages between scheduler and workers about long steps, which are computed in slices."""
 
 from __future__ import annotations
 
@@ -23,6 +23,23 @@ class StepSlice:
 
 
 @dataclass(frozen=True)
+class LongSteps:
+    """What the scheduler decides about long requests, as a part of its message.
+
+    Attributes:
+        req_ids: the long requests, whether they take part in the next step or not. No step is
+            launched as a whole for them.
+        next_slice: the slice that the next step computes for one of them, if one is due.
+    """
+
+    req_ids: tuple[str, ...] = ()
+    next_slice: StepSlice | None = None
+
+
+NO_LONG_STEPS = LongSteps()
+
+
+@dataclass(frozen=True)
 class PausedStep:
     """A step that waits for its next slice.
 
@@ -36,15 +53,19 @@ class PausedStep:
 
 
 @dataclass(frozen=True)
-class SliceTiming:
-    """Sums over finished slices.
+class LongStepReport:
+    """What a worker reports about slices, as a part of its message.
+
+    The numbers are sums over the slices that have ended since the last report.
 
     Attributes:
-        seconds: predicted seconds of their work.
+        paused: the step that waits for its next slice, if there is one.
+        seconds: predicted seconds of the slices' work.
         taken_s: measured seconds on the device of one rank.
         num_slices: number of slices.
     """
 
-    seconds: float
-    taken_s: float
-    num_slices: int
+    paused: PausedStep | None
+    seconds: float = 0.0
+    taken_s: float = 0.0
+    num_slices: int = 0

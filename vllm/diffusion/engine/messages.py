@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the scheduler and the workers, once per denoise step."""
+"""Messages between the scheduler and the workers, once per denoising step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.engine.long_steps import NO_LONG_STEPS
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -15,15 +16,12 @@ if TYPE_CHECKING:
     from vllm.diffusion.adapters.known_adapters import AdapterReport
     from vllm.diffusion.core.canvas_view import CanvasView
     from vllm.diffusion.core.trajectory import Trajectory
-    from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming, StepSlice
+    from vllm.diffusion.engine.long_steps import LongStepReport, LongSteps
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.request.likelihood import TokenScores
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.outputs import LogprobsLists
-
-# Maximum sample rows of a first forward whose hidden states are kept for requests with its prompt.
-MAX_SHARED_ROWS = 8_192
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class StepResult:
 
     Attributes:
         new_token_ids: tokens that became part of the finished prefix of the canvas.
-        num_steps: denoise steps of the request so far, as if none were speculative.
+        num_steps: denoising steps of the request so far, as if none were speculative.
         num_forwards: forwards of the request so far; one forward may serve several steps.
         num_drafts: draft states that were evaluated so far.
         report: numbers of the decoding rule so far and facts of the engine, for the report of the
@@ -131,14 +129,6 @@ class StepUsage:
     average_bytes: int = 0
     planner_us: float = 0.0
 
-    def report(self) -> dict[str, int]:
-        """Return the fields that a client receives about the largest step of its request."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "average_bytes": self.average_bytes,
-            "budget_bytes": self.budget_bytes,
-        }
-
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
@@ -146,21 +136,19 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     `num_scheduled_tokens` maps the requests that take part in this step to their rows. If the
     previous answer's `launched` lists steps, these are the requests of the first of them. All other
-    running requests wait for their turn. No step is launched as a whole for requests in `long`;
-    `next_slice` continues one of them in this step. `finished_req_ids` names requests whose canvas
-    is no longer needed. `scheduled_at` is `time.monotonic()`. `new_pages` holds the pages that the
-    scheduler assigns, by request; workers assign them before the step. With `should_drain` nothing
-    is launched, and only a step in flight is collected. `epoch` counts how often cached results
-    were dropped, up to the last drop that the scheduler has acknowledged: a worker with a later
-    epoch runs no step before that. `awaited_adapters` has the numbers of the adapters of waiting
-    requests.
+    running requests wait for their turn. `long_steps` has the decisions about long requests.
+    `finished_req_ids` names requests whose canvas is no longer needed. `scheduled_at` is
+    `time.monotonic()`. `new_pages` holds the pages that the scheduler assigns, by request; workers
+    assign them before the step. With `should_drain` nothing is launched, and only a step in flight
+    is collected. `epoch` counts how often cached results were dropped, up to the last drop
+    that the scheduler has acknowledged: a worker with a later epoch runs no step before that.
+    `awaited_adapters` has the numbers of the adapters of waiting requests.
     """
 
     admitted: list[NewCanvas] = field(default_factory=list)
     new_pages: dict[str, NewPages] = field(default_factory=dict)
     scheduled_at: float = 0.0
-    next_slice: StepSlice | None = None
-    long: list[str] = field(default_factory=list)
+    long_steps: LongSteps = NO_LONG_STEPS
     should_drain: bool = False
     epoch: int = 0
     awaited_adapters: frozenset[int] = frozenset()
@@ -171,20 +159,19 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     """Upstream's message plus the result of every request that took part in the step.
 
     `usage` is the memory that the step used and that is available. `num_rows` counts the computed
-    rows. `launched` lists the requests of each step in flight, `paused` is the long step that waits
-    for its next slice, and `slice_timing` sums the slices that have ended since the last message.
-    `epoch` is the current epoch. If it is new, `invalidated` has the rows of every
-    request's next forward, which begins without cached keys and values. `renewed_adapters` has the
-    generation of each adapter that was replaced or removed since the last message; `invalidated`
-    then has the rows of its requests. `adapter_report` has news about adapters.
+    rows. `launched` lists the requests of each step in flight. `long_steps` has the report about
+    long requests, if there is one. `epoch` is the current epoch. If it is new, `invalidated` has
+    the rows of every request's next forward, which begins without cached keys and values.
+    `renewed_adapters` has the generation of each adapter that was replaced or removed since the
+    last message; `invalidated` then has the rows of its requests. `adapter_report` has news about
+    adapters.
     """
 
     results: dict[str, StepResult] = field(default_factory=dict)
     usage: StepUsage | None = None
     num_rows: int = 0
     launched: list[list[str]] = field(default_factory=list)
-    paused: PausedStep | None = None
-    slice_timing: SliceTiming | None = None
+    long_steps: LongStepReport | None = None
     epoch: int = 0
     invalidated: dict[str, int] = field(default_factory=dict)
     renewed_adapters: dict[int, int] = field(default_factory=dict)

@@ -7,8 +7,6 @@ The API server, the scheduler and the workers compute equal numbers, each in its
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +14,10 @@ import psutil
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.matrices import HEAD
 from vllm.diffusion.config import row_budget, settings_of, slots_of
 from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
+from vllm.diffusion.engine.adapted_shape import AdaptedBuffers, adapted_shape
 from vllm.diffusion.memory import (
     Demand,
     Experts,
@@ -33,10 +31,9 @@ from vllm.diffusion.request.causal_context import CausalContext
 from vllm.diffusion.request.visibility import FULL, BlockCausal, num_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.adapters.lora_flags import SlotSizes
     from vllm.diffusion.core.stages import Listed
     from vllm.diffusion.memory import Rates
     from vllm.diffusion.models.config import Architecture, DiffusionConfig
@@ -132,7 +129,8 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
     is_exact = params.cache == "exact"
     first, num_sampled = visibility.first_end(num_prompt_tokens), params.block_length
     if params.revision is not None:  # its blocks are scanned together
-        text = len(params.revision.token_ids) if params.ends_with_text else params.gen_length
+        is_bounded = params.ends_with_text and not params.revision.slack
+        text = len(params.revision.token_ids) if is_bounded else params.gen_length
         first = num_positions(visibility, num_prompt_tokens, text)
         num_sampled = text
     return Demand(
@@ -142,7 +140,7 @@ def _demand_in_blocks(params: DiffusionParams, num_prompt_tokens: int, *, adapts
         keeps_cache=is_exact,
         window=params.block_length if is_exact else None,
         first=min(first, length),
-        unit=params.block_length if is_exact else None,
+        unit=params.unit_of_cuts(length) if is_exact else None,
         adapts=adapts,
         of_rule=rule_memory(params),
     )
@@ -173,24 +171,11 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config: DiffusionConfig = model.hf_config
     architecture, width = config.architecture, config.hidden_size
-    num_heads = config.num_attention_heads // num_ranks
-    all_kv_heads, head_dim = config.cache_heads
-    num_kv_heads = max(1, all_kv_heads // num_ranks)
-    out = ops.WeightSpec(
-        columns=width,
-        depth=num_heads * head_dim,
-        dtype=model.dtype,
-        has_bias=architecture.has_bias,
-        device=device or torch.device(vllm_config.device_config.device_type),
-        is_summed=num_ranks > 1 or architecture.norms_results,
-    )
-    qkv_columns = (num_heads + 2 * num_kv_heads) * head_dim
-    qkv = out._replace(columns=qkv_columns, depth=width)
-    widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
-    gate_up = qkv._replace(columns=2 * widest)
+    num_heads, num_kv_heads, head_dim = _heads(config, num_ranks)
+    device = device or torch.device(vllm_config.device_config.device_type)
+    specs = _weight_specs(vllm_config, device)
     kinds, of_head = _kinds(vllm_config)
-    head = _products(of_head, qkv, gate_up, out)
-    is_short = out.device.type == "cuda" and model.dtype.itemsize == 2
+    is_short = device.type == "cuda" and model.dtype.itemsize == 2
     shape = ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=width,
@@ -202,7 +187,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         dtype=model.dtype,
         rotary_dim=architecture.rotary_dim,
         rotary_dtype=torch.float32 if architecture.rotates_in_fp32 else model.dtype,
-        products=tuple(_products(kind, qkv, gate_up, out) for kind in kinds),
+        products=tuple(_products(kind, specs) for kind in kinds),
         experts=_experts(
             config,
             num_ranks,
@@ -216,13 +201,40 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         num_ranks=num_ranks,
         row_unit=max(architecture.scoring.window, 1),
         scales_queries=architecture.growth_within(model.max_model_len) is not None,
-        head=_head_buffers(vllm_config, head),
+        head=_head_buffers(vllm_config, _products(of_head, specs)),
         window_layers=config.window_layers(num_ranks),
     )
     slots = slots_of(vllm_config)
     if slots is None:
         return shape
-    return replace(shape, adapted=_adapted(shape, slots, kinds, gate_up))
+    can_join = not model.enable_sleep_mode
+    return adapted_shape(shape, AdaptedBuffers(slots, specs, can_join=can_join), kinds)
+
+
+def _weight_specs(vllm_config: VllmConfig, device: torch.device) -> dict[str, ops.WeightSpec]:
+    """Return the widest weight of each use on a rank, by the last part of its path."""
+    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    config: DiffusionConfig = model.hf_config
+    architecture, width = config.architecture, config.hidden_size
+    num_heads, num_kv_heads, head_dim = _heads(config, num_ranks)
+    out = ops.WeightSpec(
+        columns=width,
+        depth=num_heads * head_dim,
+        dtype=model.dtype,
+        has_bias=architecture.has_bias,
+        device=device,
+        is_summed=num_ranks > 1 or architecture.norms_results,
+    )
+    qkv = out._replace(columns=(num_heads + 2 * num_kv_heads) * head_dim, depth=width)
+    widest = max(architecture.dense_width, architecture.shared_expert_width) // num_ranks
+    gate_up = qkv._replace(columns=2 * widest)
+    return {"qkv_proj": qkv, "o_proj": out, "gate_up_proj": gate_up, "down_proj": out}
+
+
+def _heads(config: DiffusionConfig, num_ranks: int) -> tuple[int, int, int]:
+    """Return query heads and key/value heads of a rank, and the width of a head."""
+    all_kv_heads, head_dim = config.cache_heads
+    return config.num_attention_heads // num_ranks, max(1, all_kv_heads // num_ranks), head_dim
 
 
 def _kinds(
@@ -232,71 +244,6 @@ def _kinds(
     mode = {"is_batch_invariant": settings_of(vllm_config).batch_invariant}
     scheme = vllm_config.quant_config
     return ops.kinds_of(scheme, **mode), ops.kind_of_head(scheme, **mode)
-
-
-def _adapted(
-    shape: ModelShape,
-    slots: SlotSizes,
-    kinds: Sequence[type[ops.Projection]],
-    gate_up: ops.WeightSpec,
-) -> ModelShape:
-    """Return the sizes of steps in which some rows have an adapter."""
-    num_parts = Counter[str]()
-    matrices = slots.matrices.allowed.values()
-    of_products = Counter(matrix.product for matrix in matrices)
-    for product, count in of_products.items():
-        use = product.rpartition(".")[2]
-        num_parts[use] = max(num_parts[use], count)
-
-    def low(*uses: str) -> Listed:
-        count = max(num_parts[use] for use in uses)
-        return (stages.low_rank(count * slots.max_rank),) if count else ()
-
-    products = list[LinearBuffers]()
-    for kind, plain in zip(kinds, shape.products, strict=True):
-        gated = plain
-        if num_parts["gate_up_proj"]:
-            # Gate and up are stored before an adapter changes them.
-            project = kind.workspace(ops.ProjectionKind.PROJECT, gate_up).buffers
-            stored = stages.gate_up(shape.dtype, gate_up.columns)
-            gated = plain._replace(
-                gated=(stored, *project, *low("gate_up_proj")),
-                most_gated_rows=None,
-                gated_limit=(),
-            )
-        copy, wide = _copies(shape, gate_up, quantises=kind.quantises)
-        products.append(
-            gated._replace(
-                project=(*plain.project, *copy, *low("qkv_proj")),
-                gated=(*gated.gated, *copy, *wide),
-                add_to=(*plain.add_to, *wide, *low("o_proj", "down_proj")),
-                keeps_plain=kind.quantises,
-            )
-        )
-    num_ranks = max(num_parts.values(), default=0) * slots.max_rank
-    depth = max((matrix.num_columns for matrix in matrices), default=0)
-    return replace(
-        shape,
-        products=tuple(products),
-        head=(*shape.head, *low(HEAD)),
-        split_bytes=shape.split_bytes + ops.split_bytes(num_ranks, depth),
-    )
-
-
-def _copies(
-    shape: ModelShape, gate_up: ops.WeightSpec, *, quantises: bool
-) -> tuple[Listed, Listed]:
-    """Return buffers that steps with adapters take for both forms of rows [D], and of wider rows.
-
-    Adapters multiply rows in the model dtype, which are quantised for the other products.
-    """
-    if not quantises:
-        return (), ()
-    widest = max(gate_up.columns // 2, shape.num_heads * shape.head_dim)
-    normed, wide = (
-        stages.quantised_rows(shape.dtype, width).quantised for width in (shape.hidden_size, widest)
-    )
-    return normed, (*wide, stages.plain_rows(shape.dtype, widest))
 
 
 def _head_buffers(vllm_config: VllmConfig, head: LinearBuffers) -> Listed:
@@ -310,14 +257,12 @@ def _head_buffers(vllm_config: VllmConfig, head: LinearBuffers) -> Listed:
     return (*head.quant_buffers(normed), *head.project, *capped)
 
 
-def _products(
-    kind: type[ops.Projection], qkv: ops.WeightSpec, gate_up: ops.WeightSpec, out: ops.WeightSpec
-) -> LinearBuffers:
-    gated = kind.workspace(ops.ProjectionKind.GATED, gate_up)
+def _products(kind: type[ops.Projection], specs: Mapping[str, ops.WeightSpec]) -> LinearBuffers:
+    gated = kind.workspace(ops.ProjectionKind.GATED, specs["gate_up_proj"])
     return LinearBuffers(
-        project=kind.workspace(ops.ProjectionKind.PROJECT, qkv).buffers,
+        project=kind.workspace(ops.ProjectionKind.PROJECT, specs["qkv_proj"]).buffers,
         gated=gated.buffers,
-        add_to=kind.workspace(ops.ProjectionKind.ADD_TO, out).buffers,
+        add_to=kind.workspace(ops.ProjectionKind.ADD_TO, specs["o_proj"]).buffers,
         most_gated_rows=gated.most_rows,
         gated_limit=gated.beyond,
         quantises=kind.quantises,

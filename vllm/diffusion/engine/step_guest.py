@@ -3,85 +3,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
+    from collections.abc import Iterable, Sequence
 
     from vllm.diffusion.decoding import (
         BatchedCommit,
         Candidates,
-        DecodingRule,
-        ForwardTarget,
-        ScorePick,
     )
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
-    from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.guided.joint import Joint
-    from vllm.diffusion.memory import KeptSequence, Plan
-    from vllm.diffusion.ops import Array
-    from vllm.diffusion.request.params import DiffusionParams
-    from vllm.diffusion.sampling import RowEdits
-
-
-class ItemWindow(Protocol):
-    """The sequences of an item and their cached keys and values, as in `ForwardWindow`.
-
-    `context` is another item of the step that computes the last keys before this item's window, in
-    rows that are not part of a tail. They are stored in the pages of both. None for no such item.
-    """
-
-    @property
-    def cache(self) -> KeptSequence | None: ...
-    @property
-    def kept_starts(self) -> tuple[int, ...]: ...
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def has_fp8_attention(self) -> bool: ...
-    @property
-    def context(self) -> BatchItem | None: ...
-
-
-class BatchItem(Protocol):
-    """What a step packs and samples: the next forward of a `Canvas`, or a guest's own item.
-
-    `Canvas` has the same members.
-    """
-
-    @property
-    def req_id(self) -> str: ...
-    @property
-    def params(self) -> DiffusionParams: ...
-    @property
-    def rule(self) -> DecodingRule: ...
-    @property
-    def window(self) -> ItemWindow: ...
-    @property
-    def sequences(self) -> tuple[Array, ...]: ...
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def num_extra_draws(self) -> int: ...
-    @property
-    def wants_logprobs(self) -> bool: ...
-    @property
-    def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None: ...
-    @property
-    def pick(self) -> ScorePick | None: ...
-    def next_forward(self) -> tuple[ForwardTarget, Window]: ...
-    def token_ids(self, positions: Array) -> Array | None: ...
-    def joints(self, target: ForwardTarget) -> list[Joint]: ...
-    def edits(self, positions: Array) -> RowEdits | None: ...
-    def draws(self, positions: Array) -> Array | None: ...
+    from vllm.diffusion.memory import Plan
 
 
 class StepGuest:
@@ -127,8 +64,11 @@ class StepGuest:
         return ()
 
     def accepts(self, batch: StepBatch, plan: Plan) -> bool:
-        """Whether a step with extra items may run; otherwise it runs without them."""
-        return True
+        """Whether a step with extra items may run; otherwise it runs without them.
+
+        By default all stages must compute the step's rows as one chunk.
+        """
+        return plan.is_whole(batch.num_rows)
 
     def launching(self, batch: StepBatch) -> None:
         """Prepare a planned step, which is computed next unless its extra items are refused."""

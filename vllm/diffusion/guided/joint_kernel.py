@@ -152,7 +152,7 @@ def _sum_of(start, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_column", "num_columns"])
 def class_kernel(
-    # the parameters up to `tokens` are those of `read_kernel`, which writes weights to tokens
+    # the parameters up to `tokens` are as in `read_kernel`, which writes weights to tokens
     first_column,
     row_at,
     num_columns,

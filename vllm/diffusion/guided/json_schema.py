@@ -163,7 +163,7 @@ class _Compiler:
             return self._listed(schema, keyword, place)
         others = schema.keys() - ANNOTATIONS - {keyword}
         if others:
-            raise SchemaError(place, keyword, f"not supported beside {', '.join(sorted(others))}")
+            raise SchemaError(place, keyword, f"not supported with {', '.join(sorted(others))}")
         if keyword == "$ref":
             return self._referred(given, place)
         if not isinstance(given, list) or not given:
@@ -205,14 +205,14 @@ class _Compiler:
         if not values:
             raise SchemaError(place, keyword, "wanted a list of values")
         others = {k: v for k, v in schema.items() if k not in ANNOTATIONS and k != keyword}
-        beside = sorted(others.keys() & {"anyOf", "oneOf", "allOf", "$ref"})
-        if beside:
-            raise SchemaError(place, keyword, f"not supported beside {', '.join(beside)}")
+        unsupported = sorted(others.keys() & {"anyOf", "oneOf", "allOf", "$ref"})
+        if unsupported:
+            raise SchemaError(place, keyword, f"not supported with {', '.join(unsupported)}")
         if others:
             try:
                 check = ValueCheck(others, place, self._allowance)
             except SchemaError as error:
-                why = f"beside {keyword}: {error.why}"
+                why = f"with {keyword}: {error.why}"
                 raise SchemaError(error.place, error.keyword, why) from None
             values = [value for value in values if check.allows(value)]
         return either([json.dumps(value, ensure_ascii=False) for value in values])
@@ -359,7 +359,7 @@ def _origin(schema: dict[str, Any], place: str, *keywords: str) -> str:
 def _elements(
     parts: list[Node], more: Node, minimum: int, maximum: int | None, origin: str
 ) -> Node:
-    """Return the elements of an array with commas: those of `parts`, then repetitions of `more`.
+    """Return the elements of an array with commas: first `parts`, then repetitions of `more`.
 
     `origin` describes the source of the bounds.
     """
@@ -400,7 +400,7 @@ def _string(schema: dict[str, Any], place: str) -> Node:
     lengths = [key for key in ("minLength", "maxLength") if key in schema]
     if len(given) > 1 or (given and lengths):
         both = [*given, *lengths]
-        raise SchemaError(place, both[0], f"not supported beside {', '.join(both[1:])}")
+        raise SchemaError(place, both[0], f"not supported with {', '.join(both[1:])}")
     if "format" in schema:
         return _quoted(_format(schema["format"]))
     if "pattern" in schema:

@@ -311,8 +311,7 @@ class _Vectors:
 
 
 def _useful_states(targets: Array, accepting: Array, allowance: Allowance) -> tuple[Array, Array]:
-    """Keep states that whole tokens reach from the start, and from which acceptance can be
-    reached.
+    """Keep states that are reached from the start, and that reach acceptance, by whole tokens.
 
     Returns:
         targets [Q', C] int32, and the minimum number of tokens to acceptance [Q'] int32.

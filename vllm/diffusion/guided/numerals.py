@@ -83,7 +83,7 @@ def _multiples(minimum: int | None, maximum: int | None, factor: int) -> Node:
     if maximum is None and (minimum is None or minimum <= 0):
         sign = maybe(text("-")) if minimum is None else Then()
         return then(sign, Multiple(factor))
-    raise UnsupportedBoundsError("wanted both bounds beside it, none, or minimum: 0")
+    raise UnsupportedBoundsError("wanted minimum and maximum with it, neither, or minimum: 0")
 
 
 def _places(bound: Decimal | None) -> int:

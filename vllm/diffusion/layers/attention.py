@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.devices import num_multiprocessors
 from vllm.diffusion.core.spans import HeadGroup
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.layers.attention_backends import attend, attend_invariantly, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffer, Buffers
     from vllm.diffusion.core.spans import KeySource, KeyTarget
+    from vllm.diffusion.core.stages import Buffer, Buffers
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.parallel.head_exchange import HeadExchange
 
 
 ALL_HEADS = HeadGroup(0, 1)
@@ -38,8 +37,7 @@ ALL_HEADS = HeadGroup(0, 1)
 class SelfAttention:
     """Keys-values stage and attend stage of one layer, over weights owned elsewhere.
 
-    Both stages work on all heads at once, with projections side by side in one product. They can
-    also work on one group of heads at a time, if weights can be sliced and no norm spans all heads.
+    Both stages work on all heads at once, with projections side by side in one product.
     `q_norm` and `k_norm` are both given or both None: `RMSNorm` for a model that norms each head
     [hd], `AllHeadsRMSNorm` for a model that norms all heads together. `clip` limits the
     projections' elements, before the norms. `kernel` computes attention to one source.
@@ -88,40 +86,15 @@ class SelfAttention:
             self.rotate(q, k, rotary, None if target is None else ops.Kept(v, *target))
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Split `product` into views: queries [R, H, hd] or None, keys and values [R, KV, hd].
+        """Return queries [R, H, hd] or None, keys and values [R, KV, hd] of a product as views.
 
-        Args:
-            product: product in the layout of `keys_values`.
+        The product has the layout of `keys_values`.
         """
         heads = product.view(product.shape[0], -1, self.head_dim)
         num_kv_heads = self.num_kv_heads
         num_heads = heads.shape[1] - 2 * num_kv_heads
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         return (q if num_heads else None), k, v
-
-    def keys_values_of(
-        self, group: HeadGroup, x: Tensor, rotary: Rotary, k: Tensor, v: Tensor, buffers: Buffers
-    ) -> None:
-        """Write the rotated keys, and the values, of one group of heads.
-
-        Args:
-            group: the heads.
-            x: [R, D], the residual stream.
-            rotary: the table rows of these rows' positions.
-            k, v: [R, KV / groups, hd], contiguous, written.
-            buffers: scratch memory.
-        """
-        if x.shape[0] == 0:
-            return
-        with buffers.scope("keys-values"):
-            normed = self.normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
-            first, width = self.query_width, self.key_width
-            for number, heads in enumerate((k, v)):
-                columns = group.part(width)
-                start = first + number * width
-                columns = slice(start + columns.start, start + columns.stop)
-                self.project(normed, columns, heads.flatten(1), buffers)
-            self.rotate(None, k, rotary)
 
     def attend(
         self,
@@ -130,38 +103,25 @@ class SelfAttention:
         sources: Sequence[KeySource],
         q: Tensor | None,
         buffers: Buffers,
-        group: HeadGroup = ALL_HEADS,
-        *,
-        updated: Tensor | None = None,
-        exchange: HeadExchange | None = None,
     ) -> None:
-        """Add Wo attention(q, k, v) of one group of heads, summed over ranks, to `updated`.
+        """Add Wo attention(q, k, v), summed over ranks, to x.
 
         Args:
-            x: [R, D], the residual stream, not yet updated by this layer.
+            x: [R, D], the residual stream.
             rotary: the table rows of these rows' positions.
-            sources: keys and values of the group that the rows read; they tile the rows.
+            sources: keys and values that the rows read; they tile the rows.
             q: [R, H, hd] as written by `keys_values`; None computes them from x.
             buffers: scratch memory.
-            group: the heads.
-            updated: [R, D], written; None for x itself, which requires a single group.
-            exchange: exchange with ranks that have other rows; `sources` then cover all ranks'
-                rows, for this rank's heads.
         """
-        if x.shape[0] == 0 and exchange is None:
+        if x.shape[0] == 0:
             return
         with buffers.scope("attend"):
             if q is None:
-                q = self._queries(x, rotary, group, buffers)
-            if exchange is None:
-                heads = _attend_all(q, sources, buffers, self.kernel)
-            else:
-                exchanged = exchange.to_heads(q, buffers)
-                exchanged = _attend_all(exchanged, sources, buffers, self.kernel)
-                heads = exchange.to_rows(exchanged, q, buffers)
-            self.add(x if updated is None else updated, heads, group, buffers)
+                q = self.queries(x, rotary, ALL_HEADS, buffers)
+            heads = attend_all(q, sources, buffers, self.kernel)
+            self.add(x, heads, ALL_HEADS, buffers)
 
-    def _queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
+    def queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
         """Compute the rotated queries [R, H / groups, hd] of a chunk of the residual stream."""
         columns = group.part(self.query_width)
         heads, quantises = (self.num_heads // group.count, self.head_dim), self.qkv_proj.quantises
@@ -234,7 +194,7 @@ class SelfAttention:
         return self.num_kv_heads * self.head_dim
 
 
-def _attend_all(
+def attend_all(
     q: Tensor, sources: Sequence[KeySource], buffers: Buffers, kernel: Callable[..., Tensor]
 ) -> Tensor:
     """Return the attention [R, H, hd] of the rows of every source to its keys."""

@@ -10,7 +10,6 @@ heads of this rank, hd head width.
 from __future__ import annotations
 
 import enum
-import functools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,6 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vllm.diffusion import ops
 from vllm.diffusion.core.devices import capability, num_multiprocessors
 from vllm.diffusion.core.spans import Span, check_tiling
+from vllm.diffusion.layers.packed_attention import (
+    attend_flash3,
+    attend_packed,
+    attend_tiled,
+    fits_tiles,
+    flash3,
+)
 from vllm.diffusion.layers.split_attention import (
     FIXED_PART_KEYS,
     can_split,
@@ -164,14 +170,14 @@ def can_serve(backend: Backend, q: Tensor, layout: _Layout) -> bool:
         is_plain = layout.spans is not None and not _is_in_pages_or_blocks(layout)
         return is_fp8 and backend is Backend.FP8 and is_plain
     if backend is Backend.TILED:
-        return _fits_tiles(q, layout)
+        return fits_tiles(q, layout)
     if backend is not Backend.SPLIT and _is_in_pages_or_blocks(layout):
         return False
     if not can_be_captured(q.dtype, q.shape[2], q.device):
         return False
     if backend is Backend.FLASH3:
         is_lone = layout.spans is not None and len(layout.spans) == 1
-        return is_lone and layout.max_keys > 0 and _flash3(q.device) is not None
+        return is_lone and layout.max_keys > 0 and flash3(q.device) is not None
     return backend is Backend.FLASH or can_split(q.dtype, q.shape[2], q.device)
 
 
@@ -182,7 +188,7 @@ def available_backends(
     if not can_be_captured(dtype, head_dim, device):
         return (Backend.SDPA,)
     backends = [Backend.SDPA]
-    if _flash3(device):
+    if flash3(device):
         backends.append(Backend.FLASH3)
     if ops.has_attention(torch.empty(0, 1, head_dim, dtype=dtype, device=device), 1):
         backends.append(Backend.TILED)
@@ -218,20 +224,6 @@ def _fills_card(q: Tensor, layout: _Layout) -> bool:
 def _is_worth_a_plan(span: Span) -> bool:
     num_queries, num_keys = span.num_queries, span.num_keys
     return num_keys >= (_KEYS_OF_WHOLE if num_keys == num_queries else _KEYS_OF_PART)
-
-
-@functools.cache
-def _flash3(device: torch.device) -> Callable[..., Tensor] | None:
-    """Return upstream's FlashAttention 3; None without its binary or a Hopper GPU."""
-    if capability(device)[0] != 9:
-        return None
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
-    except ImportError:
-        return None
-    if not is_fa_version_supported(3):
-        return None
-    return functools.partial(flash_attn_varlen_func, fa_version=3)
 
 
 def _attend_each(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
@@ -299,64 +291,11 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, span: Span, pages: PageTable
     return torch.cat(parts)
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
-    """Attend in all sequences by one launch of the flash kernel.
-
-    The kernel reads the first key of a sequence from `cum_seq_k` and the number of keys from
-    `seqused_k`, so the ranges need not be adjacent.
-    """
-    # With max_q 1 and grouped heads, the kernel assumes one query in every sequence.
-    max_queries = max(layout.max_queries, 2)
-    if layout.max_keys == 0:  # the kernel rejects a bound of 0
-        return (
-            torch.zeros_like(q, memory_format=torch.contiguous_format)
-            if out is None
-            else out.zero_()
-        )
-    ends = (layout.query_ends, layout.key_starts, max_queries, layout.max_keys)
-    result = torch.ops.aten._flash_attention_forward(
-        q, k, v, *ends, 0.0, False, False, seqused_k=layout.key_counts
-    )[0]
-    assert isinstance(result, torch.Tensor)
-    return result.contiguous() if out is None else out.copy_(result)
-
-
-def _attend_flash3(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
-    """Attend in one sequence by upstream's kernel, which reads keys from row 0 on."""
-    attention = _flash3(q.device)
-    assert attention is not None and layout.spans is not None
-    check_tiling(layout.spans, q.shape[0])
-    (span,) = layout.spans
-    keys = slice(span.kv_start, span.kv_end)
-    return attention(
-        *(q, k[keys], v[keys]),
-        max_seqlen_q=layout.max_queries,
-        cu_seqlens_q=layout.query_ends,
-        max_seqlen_k=layout.max_keys,
-        cu_seqlens_k=functional.pad(layout.key_counts, (1, 0)),
-        out=out,
-    )
-
-
-def _fits_tiles(q: Tensor, layout: _Layout) -> bool:
-    pages = layout.pages
-    if pages is not None and pages.size != ops.ATTENTION_PAGE:
-        return False
-    return ops.has_attention(q, len(layout.key_counts))
-
-
-def _attend_tiled(q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None) -> Tensor:
-    """Attend in all sequences by one launch, with tiles of queries in turn."""
-    page_rows = None if layout.pages is None else layout.pages.rows
-    attended = ops.Attended(*layout[:3], layout.block_lengths, layout.firsts, page_rows)
-    return ops.attention(q, k, v, attended, out)
-
-
 _Attend: TypeAlias = "Callable[[Tensor, Tensor, Tensor, _Layout, Tensor | None], Tensor]"
 _ATTEND: dict[Backend, _Attend] = {
     Backend.SDPA: _attend_each,
-    Backend.FLASH: _attend_packed,
-    Backend.FLASH3: _attend_flash3,
+    Backend.FLASH: attend_packed,
+    Backend.FLASH3: attend_flash3,
     Backend.SPLIT: split_attention,
-    Backend.TILED: _attend_tiled,
+    Backend.TILED: attend_tiled,
 }

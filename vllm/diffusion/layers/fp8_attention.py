@@ -28,13 +28,14 @@ from vllm.diffusion import ops
 from vllm.diffusion.core import fp8_stages, stages
 from vllm.diffusion.layers.attention import ALL_HEADS
 from vllm.diffusion.layers.attention_backends import attend
+from vllm.diffusion.layers.head_group_attention import HeadGroupAttention
 from vllm.diffusion.parallel.head_exchange import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import AttentionLayout, HeadGroup, KeyTarget
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.layers.attention import SelfAttention
     from vllm.diffusion.layers.rotary import Rotary
     from vllm.diffusion.ops import Array
@@ -138,13 +139,11 @@ class Fp8Attention:
         """Write the rotated keys, and the values, of one group of heads.
 
         Args:
-            group: the heads.
-            x: [R, D], the residual stream.
-            rotary: the table rows of these rows' positions.
             known: mean and scales.
             k, v: [R, KV, hd] fp8, written.
-            buffers: scratch memory.
             target: store for the keys and values of some rows, in the model dtype.
+
+        For the other arguments see `HeadGroupAttention.keys_values`.
         """
         if not len(x):
             return
@@ -170,15 +169,12 @@ class Fp8Attention:
         """Add Wo attention(q, k, v) of one group of heads, summed over ranks, to `updated`.
 
         Args:
-            x: [R, D], the residual stream, not yet updated by this layer.
-            rotary: the table rows of these rows' positions.
             keys_values: [N, KV, hd] fp8 each; with an `exchange`, of this rank's heads only.
             layout: the keys that the rows read.
             known: mean and scales.
-            buffers: scratch memory.
-            group: the heads.
             updated: [R, D], written; None for x itself, which requires a single group.
-            exchange: exchange with ranks that have other rows.
+
+        For the other arguments see `HeadGroupAttention.attend`.
         """
         if not len(x) and exchange is None:
             return
@@ -251,23 +247,11 @@ class Fp8Attention:
         """Project rows to a group's queries [R, H, hd] if needed, keys and values [R, KV, hd]."""
         layer, num_rows = self.layer, len(x)
         heads = layer.num_kv_heads // group.count, layer.head_dim
-        kv_buffers = stages.keys_values(x.dtype, *heads, is_own=True)
-        projected: list[Tensor | None] = [
-            None,
-            *(part.take(buffers, num_rows) for part in kv_buffers),
-        ]
-        if has_queries:
-            projected[0] = self._querying(x, group)[0].take(buffers, num_rows)
-        widths = layer.query_width, layer.key_width, layer.key_width
+        k, v = (
+            part.take(buffers, num_rows)
+            for part in stages.keys_values(x.dtype, *heads, is_own=True)
+        )
+        q = self._querying(x, group)[0].take(buffers, num_rows) if has_queries else None
         with buffers.scope("keys-values"):
-            normed = layer.normed(x, stages.normed(x.dtype, x.shape[1]), buffers)
-            start = 0
-            for out, width in zip(projected, widths, strict=True):
-                columns = group.part(width)
-                if out is not None:
-                    columns = slice(start + columns.start, start + columns.stop)
-                    layer.project(normed, columns, out.flatten(1), buffers)
-                start += width
-        q, k, v = projected
-        assert k is not None and v is not None
+            HeadGroupAttention(layer).project(group, x, (q, k, v), buffers)
         return q, k, v

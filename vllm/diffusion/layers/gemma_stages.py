@@ -15,7 +15,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.layers.attention import ALL_HEADS, SelfAttention
+from vllm.diffusion.layers.attention import SelfAttention
 from vllm.diffusion.layers.gemma_rows import Scalars, add_branches, add_normed, gelu_mul
 
 if TYPE_CHECKING:
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import HeadGroup, KeySource, KeyTarget
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.layers.norm import RMSNorm
     from vllm.diffusion.layers.rotary import Rotary
-    from vllm.diffusion.parallel.head_exchange import HeadExchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +68,9 @@ class GemmaAttention(SelfAttention):
         sources: Sequence[KeySource],
         q: Tensor | None,
         buffers: Buffers,
-        group: HeadGroup = ALL_HEADS,
-        *,
-        updated: Tensor | None = None,
-        exchange: HeadExchange | None = None,
     ) -> None:
         own = [s._replace(k=self._own_heads(s.k), v=self._own_heads(s.v)) for s in sources]
-        super().attend(x, rotary, own, q, buffers, group, updated=updated, exchange=exchange)
+        super().attend(x, rotary, own, q, buffers)
 
     def project(
         self, normed: Tensor | ops.QuantisedRows, columns: slice, out: Tensor, buffers: Buffers

@@ -6,14 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.core.buffers import FreshBuffers
-from vllm.diffusion.core.stages import gating
+from vllm.diffusion.core.stages import FreshBuffers, gating
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion import ops
-    from vllm.diffusion.core.buffers import Buffer, Buffers
+    from vllm.diffusion.core.stages import Buffer, Buffers
     from vllm.diffusion.layers.norm import RMSNorm
 
 

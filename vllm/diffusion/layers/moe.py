@@ -12,7 +12,7 @@ from vllm.diffusion.core.stages import beside_experts, of_experts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffer, Buffers
+    from vllm.diffusion.core.stages import Buffer, Buffers
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.norm import RMSNorm
 

@@ -9,14 +9,14 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.layers.yarn import write_factors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.positions import QueryGrowth
+    from vllm.diffusion.core.stages import Buffers
 
 
 class Rotary(NamedTuple):

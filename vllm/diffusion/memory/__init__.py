@@ -29,7 +29,7 @@ from vllm.diffusion.memory.shapes import (
 )
 from vllm.diffusion.memory.virtual_memory import activation_pool
 from vllm.diffusion.memory.weight_memory import ArenaWeights, WeightMemory
-from vllm.diffusion.memory.windowed_store import WindowedPageStore
+from vllm.diffusion.memory.windowed_store import page_store_of
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -54,8 +54,8 @@ __all__ = [
     "RuleMemory",
     "StepShape",
     "WeightMemory",
-    "WindowedPageStore",
     "activation_pool",
     "chunks",
+    "page_store_of",
     "rates_of",
 ]

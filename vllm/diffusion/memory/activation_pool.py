@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a step: named buffers laid out one after the other in one address range.
 
-Buffers are placed like frames of a stack, within one budget. A scope ends with everything allocated
-in it, so buffers of stages that do not run at the same time share memory. A step therefore needs
-the largest sum along its stages, not the sum of all buffers. The next step lays out its own buffers
-over the same physical memory, so no sequence of request lengths can fragment it.
+Buffers are placed like frames of a stack, within one budget. The end of a scope releases all
+buffers that were allocated in it, so buffers of stages that do not run at the same time share
+memory. A step therefore needs the memory of its largest stage, not the sum of all buffers. The next
+step lays out its own buffers over the same physical memory, so requests of different lengths do not
+fragment it.
 """
 
 from __future__ import annotations
@@ -89,13 +90,12 @@ class ActivationPool:
 
     The contents of a buffer are undefined when it is taken, so its user must write it first. A
     tensor of an ended scope may share its memory with later buffers; buffers taken outside all
-    scopes stay. The owner of a captured graph must keep the tensors that it was captured over.
-    Then they stay mapped, and share memory with the buffers of other steps, which do not run at the
-    same time.
+    scopes stay. The owner of a CUDA graph must keep the tensors that the graph uses. Then they stay
+    mapped, and share memory with the buffers of other steps, which do not run at the same time.
 
     ```
-    taken outside all scopes | frame of a step set aside | step | a stage of it | free
-                                                                                ^ end
+    taken outside all scopes | frame of a paused step | step | a stage of the step | free
+                                                                                   ^ end
     ```
 
     Args:
@@ -194,7 +194,7 @@ class ActivationPool:
             raise PoolExhaustedError(name, end + self._others, self.budget_bytes)
 
     def _update_other_bytes(self) -> None:
-        """Update the bytes in use besides the buffers. Too slow to run with every buffer."""
+        """Update the bytes that are not buffers. This is too slow to run with every buffer."""
         self._others = self.other_bytes
         self._grow(self._end)
 
@@ -215,11 +215,11 @@ class ActivationPool:
         self._end = self._scopes.pop()[0]
 
     def begin_frame(self) -> None:
-        """Reserve room, until `end_frame`, for one step that is interrupted by others.
+        """Begin the frame of a step that other steps may interrupt; `end_frame` ends it.
 
-        Its scopes stay open between the blocks of `within_frame`, and steps that run meanwhile
-        place their buffers behind its own. Nothing may be taken outside all scopes before the frame
-        ends.
+        Its scopes stay open between the blocks of `within_frame`, and steps that run in the
+        meantime place their buffers behind the frame. Until the frame ends, nothing may be taken
+        outside all scopes.
 
         Raises:
             RuntimeError: a scope is open, or there already is a frame.

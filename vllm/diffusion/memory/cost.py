@@ -3,8 +3,8 @@
 
 Products compute and read weights at the same time. If both take about as long, each slows the other
 down (`_together`). In attention, each multiprocessor computes a tile of queries of one head at a
-time, so chunks of attention have whole waves of tiles. Rates are those of the current device
-(`rates.py`).
+time, so chunks of attention have whole waves of tiles. The rates belong to the
+current device (`rates.py`).
 """
 
 from __future__ import annotations

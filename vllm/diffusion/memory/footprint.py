@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of a step: every buffer of every stage, by name.
 
-A step has memory that stays from its first to its last stage, and memory of the current stage. The
-first grows with the rows of the step, the second with the rows of the stage's chunk, so
+A step has resident memory, from its first to its last stage, and memory of the current stage.
+Resident memory grows with the rows of the step, and memory of a stage with the rows of its chunk:
 
     peak = kept + resident + max over the stages (rows of a chunk x bytes of a row) + rounding
 
@@ -16,14 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core import fp8_stages, stages
-from vllm.diffusion.core.buffers import row_bytes
-from vllm.diffusion.core.stages import Listed
+from vllm.diffusion.core.stages import Listed, row_bytes
 from vllm.diffusion.memory.plan import PerStage
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm.diffusion.core.buffers import Buffer
+    from vllm.diffusion.core.stages import Buffer
     from vllm.diffusion.memory.plan import Residency
     from vllm.diffusion.memory.shapes import LinearBuffers, ModelShape
 
@@ -159,9 +158,9 @@ class Footprint:
         )
 
     def logits(self, layout: Residency, *, is_packed: bool) -> Phases:
-        """Return buffers of sample rows after the body: the rest of the last layer, then logits.
+        """Return buffers of sample rows: the rest of the last layer, then logits.
 
-        In a streamed layout the last layer has ended by then.
+        In a streamed layout the last layer has ended before.
         """
         shape = self.shape
         sampled, others = stages.read_rows(shape.dtype, shape.hidden_size)
@@ -199,14 +198,14 @@ class Footprint:
         return stages.residual(self.shape.dtype, self.shape.hidden_size, layout.head_groups)
 
     def _visiting(self, layout: Residency, max_stores: int) -> Listed:
-        """Return buffers of chunks of at most `max_stores` stores, if rows come from the host."""
+        """Return buffers for chunks of at most `max_stores` residual streams in host memory."""
         if not layout.host_residual:
             return ()
         stores = self._stores(layout)[:max_stores]
         return tuple(chunk for store in stores for chunk in stages.visiting(store))
 
     def _mlp(self, products: LinearBuffers, is_long: bool) -> Phases:
-        """Return buffers of a dense MLP; of several products, the second may get plain rows."""
+        """Return buffers of a dense MLP; with several products, the second may get plain rows."""
         shape = self.shape
         if not shape.mlp_width:
             return ()

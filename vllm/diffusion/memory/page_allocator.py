@@ -58,9 +58,9 @@ class KeptSequence:
 class PageAllocator:
     """Assigns the pages of a store to requests.
 
-    For requests that cache all their positions, it chooses the pages itself (`allocate`), and grows
-    the store if too few pages are free. Alternatively the store has a fixed number of pages
-    (`fix`), and the scheduler assigns them (`assign`); then several requests may share a page.
+    In full-attention families it chooses the pages itself (`allocate`), and grows the store if too
+    few pages are free. In block-causal families the store has a fixed number of pages (`fix`), and
+    the scheduler assigns them (`assign`); then several requests may share a page.
 
     Args:
         store: the pages.
@@ -75,7 +75,7 @@ class PageAllocator:
         self._sequences: dict[str, KeptSequence] = {}
         # Number of requests that have each page, for pages that are not free.
         self._holders = Counter[int]()
-        self._scratch: dict[str, list[int]] = {}  # draft pages of a fixed store, by draft
+        self._scratch: dict[str, list[int]] = {}  # pages of each draft, in a fixed store
         self.fixed_sizes: tuple[int, int, int, int] | None = None
 
     def allocate(self, req_id: str, length: int, host_layers: int = 0) -> KeptSequence:
@@ -107,14 +107,14 @@ class PageAllocator:
         return kept
 
     def share(self, req_id: str, owner: str, length: int, shared: Sequence[range]) -> KeptSequence:
-        """Give a request pages, some of them shared with another request that it reads from.
+        """Give a request pages, and share some positions with another request.
 
         Pages that contain only shared positions are shared; pages that also contain other positions
         are copied. All other pages are uninitialised.
 
         Args:
             req_id: ID of the request.
-            owner: the other request; it no longer writes the shared positions.
+            owner: the other request; it must not write the shared positions any more.
             length: number of positions.
             shared: shared positions.
 
@@ -142,8 +142,8 @@ class PageAllocator:
                 are the same on all ranks, and no error is raised.
 
         Returns:
-            the sequences of the first names; fewer if more would take memory of the pool that steps
-            need.
+            the sequences of `names`, or of the first names if there are too few pages: drafts never
+            take memory of the pool that steps need.
 
         Raises:
             PoolExhaustedError: as for `allocate`.
@@ -243,9 +243,9 @@ class PageAllocator:
             num_pages: number of pages.
             most_entries: maximum pages of all requests together; a shared page counts for each of
                 its requests.
-            scratch: number of further pages, for drafts.
-            num_window_pages: number of pages for layers with a window; the further pages have
-                further ones.
+            scratch: number of draft pages, in addition to `num_pages`.
+            num_window_pages: number of pages for layers with a window, in addition to one for each
+                draft page.
 
         Raises:
             PoolExhaustedError: the pool has no memory for them.
@@ -328,7 +328,7 @@ class PageAllocator:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the buffer that are never released."""
+        """Bytes of the store that are never released."""
         return self.store.reserved_bytes if self.is_fixed else 0
 
     # ---- growing and shrinking ----
@@ -350,7 +350,7 @@ class PageAllocator:
         return 0 if cannot_move else self.store.reserved_bytes - self.store.num_bytes
 
     def _provide(self, wanted: int) -> None:
-        """Ensure `wanted` free pages, over-allocating so that pages seldom move."""
+        """Ensure `wanted` free pages; allocate more if possible, so that pages seldom move."""
         store, missing = self.store, wanted - len(self.store.free)
         if missing <= 0:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values that requests cache from one denoise step to the next, in pages."""
+"""Keys and values that requests cache from one denoising step to the next, in pages."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class PageStore:
             self._host.begin(slots, reads=reads)
 
     def turn_to(self, layer: int) -> None:
-        """Make `keys` and `values` of a layer valid, and those of all other layers invalid."""
+        """Make `keys` and `values` of a layer valid, and all other layers invalid."""
         if self._host is not None:
             self._host.turn_to(layer)
 

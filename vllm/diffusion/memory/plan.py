@@ -25,7 +25,7 @@ class Residency(NamedTuple):
         host_residual: whether the residual stream is in host memory and visits the device in
             chunks.
         shards: N ranks divide the rows, and each has all keys and values of its part of the heads
-            of a group. Row counts are then those of one rank.
+            of a group. Row counts then refer to one rank.
         fp8_attention: whether queries, keys, values and results of attention are fp8.
     """
 
@@ -66,7 +66,7 @@ class Plan:
     """Rows per chunk of every stage of one step, and the data that stays on the device.
 
     Attributes:
-        layout: data that stays. If it divides the rows between ranks, all other fields are those of
+        layout: data that stays. If it divides the rows between ranks, all other fields refer to
             one rank.
         rows: rows per chunk of every stage, including sample rows.
         predicted_peak_bytes: bytes on the device, including data that requests keep between steps.

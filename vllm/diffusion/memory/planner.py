@@ -117,7 +117,7 @@ class Planner:
         This keeps the search off the hot path. As tokens are committed, every step has fewer sample
         rows than the previous one, and sequences become longer. Finding a plan takes the host as
         long as a hundred look-ups. Steps with a bound on their chunks are rare, and never rounded
-        up. Arguments and errors are those of `plan`.
+        up. Arguments and errors as in `plan`.
         """
         if longest_chunk_s == math.inf:
             with suppress(ActivationBudgetError):

@@ -12,7 +12,7 @@ from vllm.diffusion.core.stages import NUM_STREAM_BUFFERS, visiting
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from vllm.diffusion.core.buffers import Buffer
+    from vllm.diffusion.core.stages import Buffer
     from vllm.diffusion.memory.activation_pool import ActivationPool
     from vllm.diffusion.ops import Array
 

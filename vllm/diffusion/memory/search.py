@@ -2,9 +2,9 @@
 """Search for a plan: cuts the rows of a step into chunks to stay within a budget of bytes.
 
 If a step fits as a whole, it runs as a whole. Otherwise the search tries every way to keep its rows
-(`Residency`). Each stage uses the longest chunks that fit into the memory left by resident data. Of
-the plans that fit, the plan with the smallest predicted time is used. This module does not compute
-with torch and does not import upstream.
+(`Residency`). Each stage uses the longest chunks that fit next to the resident data. The search
+returns the plan with the shortest predicted time. This module does not compute with torch and does
+not import upstream.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from bisect import bisect_right
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
-from vllm.diffusion.core.buffers import row_bytes
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.core.stages import row_bytes
 from vllm.diffusion.memory.cost import TILE_ROWS, Costs, even_chunk
 from vllm.diffusion.memory.footprint import ROUNDING_BYTES, Footprint, RowBytes
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency, StageSeconds
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from vllm.diffusion.memory.shapes import ModelShape
 
 MIN_CHUNK_ROWS = 16
-# Steps of up to this many rows run as a whole if they fit. In larger steps, the row-wise stages
-# gain nothing from chunks longer than `FULL_SPEED_ROWS`, so they use no more memory than attention
-# does.
+# Steps of up to `WHOLE_STEP_ROWS` rows run as a whole if they fit. In larger steps, chunks of more
+# than `FULL_SPEED_ROWS` rows would not make the row-wise stages faster, so these stages use no more
+# memory than attention.
 WHOLE_STEP_ROWS = 16_384
 FULL_SPEED_ROWS = 4_096
 # Larger chunks of rows would not be faster. Copies of the logits may take double the bytes.
 LOGITS_CHUNK_BYTES = 256 << 20
-WORTH_DIVIDING = 0.8  # maximum share of one rank's time for which dividing rows pays
+WORTH_DIVIDING = 0.8  # ranks divide rows if the step then takes less than this share of the time
 MAX_MIN_ROWS = 65_536  # ranks always divide more rows than this
 
 
@@ -77,7 +77,7 @@ class PlanCandidate:
         self._longest, self._attend_chunk = longest._replace(logits=max_logits_rows), attend_chunk
 
     def bytes_with(self, chunk_rows: int) -> int:
-        """Return the step's bytes with chunks of `chunk_rows` rows, or the smallest allowed."""
+        """Return the step's bytes with chunks of `chunk_rows` rows, or of the minimum if larger."""
         max_rows = max(chunk_rows, MIN_CHUNK_ROWS, self._unit)
         return max(self.peaks(ChunkRows(*(min(rows, max_rows) for rows in self._longest))))
 
@@ -177,7 +177,7 @@ class PlanSearch:
 
     @cached_property
     def min_rows(self) -> int:
-        """Minimum rows of a step that ranks divide: as configured, or where it saves a fifth."""
+        """Minimum rows of a step that ranks divide: as configured, or if this saves a fifth."""
         if self._min_rows is not None:
             return self._min_rows
         rows = MIN_CHUNK_ROWS

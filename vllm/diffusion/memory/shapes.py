@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vllm.diffusion.core.buffers import Buffer
     from vllm.diffusion.core.pages import WindowLayers
-    from vllm.diffusion.core.stages import Listed
+    from vllm.diffusion.core.stages import Buffer, Listed
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Experts:
 
     Attributes:
         shared_width: width of a separate expert for all rows; a shared expert that is stored with
-            the others counts in E and in k.
-            counts in E and in k.
+            the others counts in E and in k instead.
         in_fp32: whether router logits and weights are fp32.
         quantises: whether matrices are fp8, multiplied by rows quantised to fp8.
     """
@@ -94,14 +92,14 @@ class ModelShape:
         scales_queries: whether each position has a factor of its queries.
         products: buffers for every kind of weight that a layer may have.
         can_group_heads: whether projections can be sliced by heads and no norm spans all heads.
-        collects_keys: whether cached keys and values are copied out of their pages to be read.
+        collects_keys: whether attention copies cached keys and values out of their pages.
         num_ranks: number of tensor-parallel ranks, whose products are summed.
         row_unit: chunks of the feed-forward stage have a multiple of this many rows.
         head: buffers of the output head, without the logits.
         split_bytes: additional bytes of attention with split keys, independent of the number of
             rows.
-        adapted: the sizes of steps in which some rows have a LoRA adapter; None if none can.
-        window_layers: layers whose pages are counted apart; None if all layers have the same pages.
+        adapted: the sizes of steps in which some rows have a LoRA adapter; None without adapters.
+        window_layers: layers with pages of their own; None if all layers have the same pages.
     """
 
     num_layers: int
@@ -202,7 +200,7 @@ class StepShape(NamedTuple):
 
     Attributes:
         rows: T, rows of all sequences together.
-        sample_rows: rows whose hidden states are sampled, or guide the sampling of other rows.
+        sample_rows: rows whose logits are computed; with guidance, two for each sampled position.
         longest: number of keys of the longest sequence.
         num_sequences: number of sequences.
         kept_keys: number of keys of the longest sequence with cached keys.
@@ -246,8 +244,8 @@ class RuleMemory(NamedTuple):
     """Bytes of device memory that the decoding rule of a request takes.
 
     Attributes:
-        kept: bytes that it keeps between steps.
-        drawing: further bytes while it draws tokens; one request draws at a time.
+        kept: bytes between steps.
+        drawing: further bytes while the rule draws tokens; one request draws at a time.
     """
 
     kept: int = 0
@@ -276,8 +274,7 @@ class Demand:
             are cached; None if every forward may compute all positions.
         first: positions of its first forward; None for all.
         host_layers: number of layers whose cached keys and values are in host memory.
-        spare: positions, in addition to its own, for requests that read its prompt's keys and
-            values.
+        spare: further positions, for requests that read the keys and values of its prompt.
         reads_prompt: whether it reads the prompt of another request, whose demand includes both
             caches.
         unit: granularity, in positions, at which a forward can be cut; None if forwards cannot be
@@ -322,10 +319,10 @@ class Demand:
 
     @property
     def shared_rows(self) -> int:
-        """Maximum rows in every step shared with others.
+        """Rows by which the request counts towards the rows of a shared step.
 
-        Half of the rows for a request with a single forward. While it takes part in a step, another
-        request may wait for the next step, so that the device need not wait for new requests.
+        A request with a single forward counts half: while it takes part in a step, another request
+        may wait for the next step, so that the device does not wait for new requests.
         """
         return -(-self.steady_rows // 2) if self.once else self.steady_rows
 
@@ -335,7 +332,7 @@ class Demand:
 
     @property
     def cached_positions(self) -> int:
-        """Positions of the pages that it takes of the store; 0 if these are counted elsewhere."""
+        """Positions of the pages that it takes of the store; 0 if they are counted elsewhere."""
         if not self.keeps_cache or self.unit is not None or self.reads_prompt:
             return 0
         return in_whole_pages(self.length) * self.num_sequences + self.spare

@@ -34,7 +34,10 @@ def activation_pool(
         try:
             return ArenaPool(budget_bytes, device, chunk_bytes)
         except vmm.VmmError as error:
-            logger.warning("activation pool on PyTorch's allocator: %s", error)
+            logger.warning(
+                "activation pool: uses PyTorch's allocator, because virtual memory failed: %s",
+                error,
+            )
     return ActivationPool(budget_bytes, device)
 
 

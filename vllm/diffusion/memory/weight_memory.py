@@ -67,7 +67,8 @@ class ArenaWeights(WeightMemory):
         super().__init__(model)
         if not vmm.is_built():
             raise ServerConfigError(
-                "enable_sleep_mode: given true; wanted vmm_allocator built (scripts/setup.sh)"
+                "enable_sleep_mode: given true, which needs vmm_allocator; "
+                "build it with scripts/setup.sh"
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         card = torch.cuda.get_device_properties(index).total_memory

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.pages import WindowLayers
     from vllm.diffusion.memory.activation_pool import ActivationPool
+    from vllm.diffusion.memory.shapes import ModelShape
+
+
+def page_store_of(shape: ModelShape, pool: ActivationPool) -> PageStore:
+    """Return an empty store for a model of these sizes."""
+    if shape.window_layers is not None:
+        return WindowedPageStore(shape.window_layers, shape.num_layers, shape.dtype, pool)
+    return PageStore(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, pool)
 
 
 class WindowedPageStore(PageStore):

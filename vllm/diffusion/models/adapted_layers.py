@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.adapters.adapted_projection import AdaptedProjection
 from vllm.diffusion.adapters.adapted_rows import AdaptedRows
+from vllm.diffusion.adapters.slot_memory import LayerProduct
 from vllm.diffusion.layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.diffusion import ops
     from vllm.diffusion.adapters.slot_memory import SlotMemory
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def install_adapters(
-    model: DiffusionModel, slots: SlotMemory, draft_slot: int | None = None
+    model: DiffusionModel,
+    slots: SlotMemory,
+    draft_slot: int | None = None,
 ) -> None:
     """Make a model's products include the adapters in `slots`; before the first step.
 
@@ -34,11 +37,32 @@ def install_adapters(
             return base
         return AdaptedProjection(base, product, adapted, columns)
 
-    def wrapped_mlp(mlp: GatedMLP, path: str) -> GatedMLP:
+    _change_products(model, wrapped)
+    model.head = wrapped(model.head, "lm_head", model.num_columns)
+
+
+def layer_products(model: DiffusionModel) -> dict[str, LayerProduct]:
+    """Return every product of the layers, by path."""
+    products = dict[str, LayerProduct]()
+
+    def record(base: ops.Projection, path: str, columns: int) -> ops.Projection:
+        products[path] = LayerProduct(base, columns, path.endswith("gate_up_proj"))
+        return base
+
+    _change_products(model, record)
+    return products
+
+
+def _change_products(
+    model: DiffusionModel, change: Callable[[ops.Projection, str, int], ops.Projection]
+) -> None:
+    """Replace every product of the layers by what `change` returns for it, its path and columns."""
+
+    def changed_mlp(mlp: GatedMLP, path: str) -> GatedMLP:
         return replace(
             mlp,
-            gate_up_proj=wrapped(mlp.gate_up_proj, f"{path}.gate_up_proj", 2 * mlp.width),
-            down_proj=wrapped(mlp.down_proj, f"{path}.down_proj", model.hidden_size),
+            gate_up_proj=change(mlp.gate_up_proj, f"{path}.gate_up_proj", 2 * mlp.width),
+            down_proj=change(mlp.down_proj, f"{path}.down_proj", model.hidden_size),
         )
 
     for index, layer in enumerate(model.layers):
@@ -46,16 +70,15 @@ def install_adapters(
         qkv_columns = attention.query_width + 2 * attention.key_width
         layer.attention = replace(
             attention,
-            qkv_proj=wrapped(attention.qkv_proj, f"{path}.self_attn.qkv_proj", qkv_columns),
-            out_proj=wrapped(attention.out_proj, f"{path}.self_attn.o_proj", model.hidden_size),
+            qkv_proj=change(attention.qkv_proj, f"{path}.self_attn.qkv_proj", qkv_columns),
+            out_proj=change(attention.out_proj, f"{path}.self_attn.o_proj", model.hidden_size),
         )
         stage = layer.mlp_stage
         if isinstance(stage, GatedMLP):
-            layer.mlp_stage = wrapped_mlp(stage, f"{path}.mlp")
+            layer.mlp_stage = changed_mlp(stage, f"{path}.mlp")
         elif stage.shared is not None:
-            shared = wrapped_mlp(stage.shared, f"{path}.mlp.shared_experts")
+            shared = changed_mlp(stage.shared, f"{path}.mlp.shared_experts")
             layer.mlp_stage = replace(stage, shared=shared)
-    model.head = wrapped(model.head, "lm_head", model.num_columns)
 
 
 def adapted_products(model: DiffusionModel) -> Iterator[tuple[AdaptedProjection, bool]]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.guided import joint
 from vllm.diffusion.models.adapted_layers import adapted_products
 from vllm.logger import init_logger

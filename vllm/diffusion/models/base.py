@@ -17,7 +17,7 @@ import torch
 from vllm.diffusion import ops
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.layers.attention_backends import (
     available_backends,
     can_be_captured,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.diffusion.adapters.adapted_rows import AdaptedRows
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
 
 

@@ -177,7 +177,7 @@ def expert_matrices(
     sharded_dim: int,
     scheme: ExpertScheme | None,
 ) -> ExpertMatrices:
-    """Create matrices stored by a scheme; the other arguments are those of `ExpertMatrices`."""
+    """Create matrices stored by a scheme; other arguments as in `ExpertMatrices`."""
     kind = ExpertMatrices
     if scheme is not None:
         kind = Fp8Matrices if isinstance(scheme, Fp8Scheme) else PackedExpertMatrices

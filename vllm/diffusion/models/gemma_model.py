@@ -11,8 +11,8 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import CheckpointError
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.layers.gemma_rows import Scalars, rounded_softmax, soft_cap
 from vllm.diffusion.layers.gemma_stages import (
     GemmaAttention,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.config import VllmConfig
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -381,7 +381,7 @@ def _text_weights(
             wanted = (config.num_experts, *shapes[kind])
             if tuple(tensor.shape) != wanted:
                 raise CheckpointError(
-                    f"{name}: given shape {list(tensor.shape)}; config.json wants {list(wanted)}"
+                    f"{name}: given shape {list(tensor.shape)}; config.json requires {list(wanted)}"
                 )
             parts = _EXPERTS[kind]
             for expert, matrix in enumerate(tensor):

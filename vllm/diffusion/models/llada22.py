@@ -3,7 +3,7 @@
 
 LLaDA2's layers, in which rows choose their experts by blocks: the rows of a window of `block_size`
 positions choose among the `expert_capacity` experts with the highest score of any of them.
-Architecture and model type are those of LLaDA2.0; `expert_capacity` distinguishes the two. Two
+LLaDA2.0 has the same architecture and model type; `expert_capacity` distinguishes the two. Two
 tokens, whose ids are only in config.json, delete and insert.
 """
 

@@ -41,7 +41,7 @@ def register_llama(model: ModelConfig) -> None:
     if family is None:
         if not _has_mask_token(model):
             return
-        logger.info("A llama checkpoint with a mask token: it is run as DiffuLLaMA.")
+        logger.info("this Llama checkpoint has a mask token, so it is served as DiffuLLaMA")
         family = DIFFULLAMA
     architectures = list(family.architectures)
     values = {**_values(model), "architectures": architectures}

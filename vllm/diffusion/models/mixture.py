@@ -135,9 +135,8 @@ def unstacked(
             yield name, tensor
             continue
         if tuple(tensor.shape) != shapes[kind]:
-            raise CheckpointError(
-                f"{name}: given shape {list(tensor.shape)}; config.json wants {list(shapes[kind])}"
-            )
+            given, required = list(tensor.shape), list(shapes[kind])
+            raise CheckpointError(f"{name}: given shape {given}; config.json requires {required}")
         for expert, matrix in enumerate(tensor):
             source = f"{path}.experts.{expert}"
             if kind == "w2":

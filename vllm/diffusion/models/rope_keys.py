@@ -8,7 +8,7 @@ of our layers is "full_attention".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.models.config_checks import refuse
 
@@ -24,17 +24,10 @@ _MOVED = ("rope_theta", "partial_rotary_factor")  # separate keys in transformer
 _NEUTRAL = {"factor": (None, 1), "original_max_position_embeddings": ()}
 
 
-class Rope(NamedTuple):
-    """Rotary embedding parameters of config.json; None for absent ones."""
+def read_rope(values: dict[str, Any], default_partial: float | None = 1.0) -> None:
+    """Replace descriptions of the rotary embedding in `values` by separate keys.
 
-    theta: Any = None
-    partial: Any = None
-
-
-def read_rope(values: dict[str, Any], default_partial: float | None = 1.0) -> Rope:
-    """Remove the description of the rotary embedding from `values`, and return it.
-
-    `rope_theta` and `partial_rotary_factor` are set in `values` if a description has them.
+    These are `rope_theta` and `partial_rotary_factor`, if a description has them.
 
     Args:
         values: keys of config.json; changed.
@@ -54,7 +47,6 @@ def read_rope(values: dict[str, Any], default_partial: float | None = 1.0) -> Ro
     partial = values.get("partial_rotary_factor")
     if default_partial is not None and partial not in (None, default_partial):
         refuse(values, "partial_rotary_factor", f"only {default_partial:g} is supported")
-    return Rope(values.get("rope_theta"), partial)
 
 
 def description(values: Mapping[str, Any], key: str) -> dict[str, Any]:

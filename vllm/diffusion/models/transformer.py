@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.spans import AttentionLayout, KeySource
+from vllm.diffusion.core.stages import FreshBuffers
+from vllm.diffusion.layers.head_group_attention import HeadGroupAttention
 from vllm.diffusion.layers.norm import RMSNorm
 from vllm.diffusion.layers.parallel import without_weight_packing
 from vllm.diffusion.models.mixture import MixtureMLP
@@ -61,6 +62,11 @@ class DiffusionLayer(nn.Module):
     def attention(self) -> SelfAttention:
         """The keys-values and attend stages; available after the weights are loaded."""
         return self.self_attn.stage(self.input_layernorm)
+
+    @functools.cached_property
+    def head_group_attention(self) -> HeadGroupAttention:
+        """Attention by groups of heads; available after the weights are loaded."""
+        return HeadGroupAttention(self.attention)
 
     @functools.cached_property
     def fp8_attention(self) -> Fp8Attention:

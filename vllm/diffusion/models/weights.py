@@ -171,7 +171,7 @@ def _check_plain(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
         raise CheckpointError(f"{name}: given {tensor.dtype}; wanted floating point")
     if tuple(tensor.shape) != wanted:
         raise CheckpointError(
-            f"{name}: given shape {list(tensor.shape)}; config.json wants {list(wanted)}"
+            f"{name}: given shape {list(tensor.shape)}; config.json requires {list(wanted)}"
         )
 
 

@@ -12,7 +12,7 @@ from gather_gemm import (
     max_tiles,
     shrink,
 )
-from vllm.diffusion.ops.collectives import Collectives, align_ranks, join_ranks, tensor_parallel
+from vllm.diffusion.ops.collectives import align_ranks, join_ranks, tensor_parallel
 from vllm.diffusion.ops.exact_scores import most_likely, negative_entropy, without_columns
 from vllm.diffusion.ops.experts import (
     SOFTMAX,
@@ -27,6 +27,7 @@ from vllm.diffusion.ops.experts import (
     route_rows,
 )
 from vllm.diffusion.ops.fp8 import Fp8Projection, quantise_weight
+from vllm.diffusion.ops.graph_inputs import GraphInputs
 from vllm.diffusion.ops.invariant import (
     InvariantFp8Projection,
     InvariantProjection,
@@ -48,15 +49,7 @@ from vllm.diffusion.ops.low_rank import NO_TILE, split_bytes, take_low, tile_tab
 from vllm.diffusion.ops.named_tokens import logprobs_and_entropies, token_logprobs
 from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
-from vllm.diffusion.ops.projection import (
-    PlainProjection,
-    Projection,
-    ProjectionKind,
-    WeightSpec,
-    Workspace,
-    embed_rows,
-    rows_of,
-)
+from vllm.diffusion.ops.projection import PlainProjection, Projection, embed_rows, rows_of
 from vllm.diffusion.ops.quantised_projection import QuantisedProjection
 from vllm.diffusion.ops.sampling import (
     MAX_HEAD_COLUMNS,
@@ -67,7 +60,8 @@ from vllm.diffusion.ops.sampling import (
     philox_uniform,
     samples_in_head,
 )
-from vllm.diffusion.ops.transfer import Array, GraphInputs, HostCopy, to_device
+from vllm.diffusion.ops.transfer import Array, HostCopy, to_device
+from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
 from vllm_add_llada.cuda_kernels.fused_ops import (
     ATTENTION_PAGE,
     Attended,
@@ -94,7 +88,6 @@ __all__ = [
     "SOFTMAX",
     "Array",
     "Attended",
-    "Collectives",
     "DenseExperts",
     "ExpertWeights",
     "Filters",

@@ -2,8 +2,9 @@
 """Communication of tensor-parallel ranks within a step: sums with the residual, and gathers.
 
 GPUs of one host read each other's memory in our own kernels, which a CUDA graph can capture.
-Otherwise, and for sizes above the buffers, PyTorch's process group is used (NCCL, gloo). All ranks
-compute equal bits.
+Otherwise PyTorch's process group is used (NCCL, gloo), also to gather more than the buffers hold.
+All ranks compute equal bits. Except with NCCL, the parts of the ranks are added in the order of the
+ranks and rounded once, so a row's bits do not depend on the number of rows.
 
 A rank that fails in a step would leave the others waiting for it. On one host they read its
 failure from their shared board, stop waiting, and all reset before the next step
@@ -12,23 +13,25 @@ failure from their shared board, stop waiting, and all reset before the next ste
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import distributed
 
 from vllm.diffusion.core import stages
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.ops import dispatch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm_add_llada.cuda_kernels import fused_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.parallel.host_board import HostBoard
 
 logger = init_logger(__name__)
@@ -58,12 +61,16 @@ class Collectives:
         """
         part = stages.projected(x.dtype, x.shape[1]).take(scratch, len(x))
         write(slice(0, len(x)), part)
-        x.add_(self.sum(part))
+        self._add(x, part)
 
     def sum(self, x: Tensor) -> Tensor:
         """Replace contiguous x by its sum over the ranks, and return it."""
         self._wait(distributed.all_reduce(x, group=self._group, async_op=True))
         return x
+
+    def _add(self, x: Tensor, part: Tensor) -> None:
+        """Add the sum of all ranks' parts to x; the part may be overwritten."""
+        x.add_(self.sum(part))
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks, [ranks, ...], each of the shape [N, ...] of `part`."""
@@ -101,6 +108,29 @@ class Collectives:
             work.wait()
 
 
+def add_in_order(parts: Iterable[Tensor]) -> Tensor:
+    """Add tensors of one dtype in the given order, in at least fp32, and round once.
+
+    `torch.sum` may add in an order that depends on the shape.
+    """
+    first, *others = parts
+    exact = torch.promote_types(first.dtype, torch.float32)
+    return reduce(torch.add, others, first.to(exact)).to(first.dtype)
+
+
+class HostCollectives(Collectives):
+    """Sums and gathers of ranks on CPUs: the parts are gathered, and added in rank order.
+
+    gloo's own sums add in an order that depends on the size if there are more than two ranks.
+    """
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.copy_(add_in_order(self.gather(x)))
+
+    def _add(self, x: Tensor, part: Tensor) -> None:
+        x.copy_(add_in_order([*self.gather(part), x]))
+
+
 class CardCollectives(Collectives):
     """Sums and gathers of GPUs that read each other's memory.
 
@@ -112,7 +142,7 @@ class CardCollectives(Collectives):
         group: group of the ranks; all are processes of one host.
         board: shared counters of the ranks.
         device: this rank's device.
-        buffer_bytes: bytes of each of the two buffers; larger sums are computed in parts, and
+        buffer_bytes: bytes of each of the two buffers; larger sums are computed in pieces, and
             larger gathers use the process group.
     """
 
@@ -155,12 +185,15 @@ class CardCollectives(Collectives):
             self._sum(some, some)
 
     def sum(self, x: Tensor) -> Tensor:
-        if x.nbytes > self._buffer_bytes:
-            return super().sum(x)
-        if x.nbytes % _ALIGNMENT:
-            return x.copy_(self.gather(x).sum(dim=0))
-        self._part(x).copy_(x)
-        self._sum(x, None)
+        unit = _ALIGNMENT // x.element_size()
+        for some in x.view(-1).split(self._buffer_bytes // x.element_size()):
+            out = some
+            if len(some) % unit:  # the rest of the last vector is padding with any numbers
+                out = some.new_empty(len(some) + unit - len(some) % unit)
+            self._part(out)[: len(some)].copy_(some)
+            self._sum(out, None)
+            if out is not some:
+                some.copy_(out[: len(some)])
         return x
 
     def gather(self, part: Tensor) -> Tensor:
@@ -239,13 +272,19 @@ def align_ranks() -> None:
         _current.align()
 
 
-def join_ranks(device: torch.device, buffer_bytes: int, board: HostBoard | None) -> None:
+def join_ranks(
+    device: torch.device, buffer_bytes: int, board: HostBoard | None, *, is_invariant: bool = False
+) -> None:
     """Set up the collectives that `tensor_parallel` returns; every tensor-parallel rank calls it.
 
     Args:
         device: this rank's device.
         buffer_bytes: bytes that the ranks of several GPUs sum at a time.
         board: shared counters of these ranks, if they are on one host.
+        is_invariant: whether sums must have one order for any number of rows.
+
+    Raises:
+        ServerConfigError: on every rank, if `is_invariant` and only NCCL can sum.
     """
     global _current
     _current = None
@@ -253,11 +292,19 @@ def join_ranks(device: torch.device, buffer_bytes: int, board: HostBoard | None)
     if group.world_size == 1:
         return
     if device.type != "cuda":
-        _current = Collectives(group.device_group, board)
+        _current = HostCollectives(group.device_group, board)
     elif board is not None and _reads_others(device, board):
         _current = CardCollectives(group.device_group, board, device, buffer_bytes)
+    elif is_invariant:
+        raise ServerConfigError(
+            f"batch_invariant: given {group.world_size} tensor-parallel ranks, whose parts NCCL "
+            "would add in an order that depends on the size; wanted 1, 2, 4 or 8 GPUs of one host "
+            "that read each other's memory (nvidia-smi topo -p2p r)"
+        )
     else:
-        logger.warning("tensor parallel: cards do not read each other's memory, so NCCL sums")
+        logger.warning(
+            "tensor parallel: the GPUs cannot read each other's memory, so NCCL adds the parts"
+        )
         _current = Collectives(group.device_group)
 
 

@@ -166,6 +166,11 @@ def _tiling(
     return tiling
 
 
+def has_gated_tiles(num_columns: int, depth: int, *, card: DeviceInfo) -> bool:
+    """Return whether a gated product can be computed in tiles of rows."""
+    return card.tier is KernelTier.HOPPER and num_columns % 16 == 0 and depth % _STEP_DEPTH == 0
+
+
 def unsplit_gated_tiling(
     num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo
 ) -> Tiling | None:
@@ -174,7 +179,7 @@ def unsplit_gated_tiling(
     Separate kernels for product and silu would round a few values differently, so either tilings
     serve any number of rows, or none does.
     """
-    if card.tier is not KernelTier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
+    if not has_gated_tiles(num_columns, depth, card=card):
         return None
     tiling = linear_tiling(num_rows, num_columns, depth, gated=True, card=card)
     return _GATED[-1] if tiling is None else tiling
@@ -183,7 +188,7 @@ def unsplit_gated_tiling(
 def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:
     """Return the first tiling of a gated product whose tiles fill the GPU, for any row count."""
     multiprocessors = card.multiprocessors
-    if card.tier is not KernelTier.HOPPER or num_columns % 16 != 0 or depth % _STEP_DEPTH != 0:
+    if not has_gated_tiles(num_columns, depth, card=card):
         return None
     for tiling in _GATED:
         tiles = ceil(num_rows / tiling.rows) * ceil(num_columns / tiling.columns)
@@ -192,6 +197,21 @@ def gated_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInf
         if wanted > 0 and wanted >= _MIN_TILE_USE * computed * tiling.rows * tiling.columns:
             return tiling
     return None
+
+
+def tail_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo) -> Tiling | None:
+    """Return a tiling of a gated product to which another product is added; None if it is slow.
+
+    Only tiles of rows support this. If one tile has all rows, reading the weight determines the
+    time, so that unused rows of the tile cost little.
+    """
+    tiling = gated_tiling(num_rows, num_columns, depth, card=card)
+    if tiling is not None or not has_gated_tiles(num_columns, depth, card=card):
+        return tiling
+    low = _GATED[-1]
+    blocks = ceil(num_columns / low.columns)
+    is_busy = _MIN_BLOCK_SHARE * card.multiprocessors <= blocks <= card.multiprocessors
+    return low if num_rows <= low.rows and is_busy else None
 
 
 def packed_tiling(

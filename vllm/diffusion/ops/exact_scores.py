@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm.diffusion.ops.collectives import tensor_parallel
+from vllm.diffusion.ops.collectives import add_in_order, tensor_parallel
 
 
 def most_likely(
@@ -26,7 +26,7 @@ def most_likely(
         logits: [R, C] noise-free logits of this rank's columns.
         noisy: [R, C] logits that choose the token; `logits` itself without noise.
         first_column: token id of the first column.
-        whole_rows: whether the columns are those of all ranks.
+        whole_rows: whether a row has the columns of all ranks.
         excluded: token ids whose probability counts as zero, although they may be chosen.
         dtype: precision of the softmax.
 
@@ -61,7 +61,7 @@ def negative_entropy(
     top, total = whole_softmax(kept.double())
     p = torch.exp(kept.double() - top) / total
     share = (p * torch.log(p + epsilon)).sum(dim=-1)
-    return tensor_parallel().gather(share).sum(dim=0).to(dtype)
+    return add_in_order(tensor_parallel().gather(share)).to(dtype)
 
 
 def _local_columns(tokens: tuple[int, ...], first: int, count: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def whole_softmax(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = torch.exp(kept - top).sum(dim=-1, keepdim=True).nan_to_num(0.0)
     tops, totals = tensor_parallel().gather(torch.stack([top, total])).unbind(dim=1)
     whole = tops.amax(dim=0)
-    return whole, (totals * torch.exp(tops - whole)).sum(dim=0)
+    return whole, add_in_order(totals * torch.exp(tops - whole))
 
 
 def _most_likely_sharded(

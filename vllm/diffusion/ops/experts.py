@@ -26,7 +26,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import QuantisedRows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm_add_llada.cuda_kernels.fused_ops import Packed
 
 __all__ = [

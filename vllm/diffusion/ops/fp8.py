@@ -21,14 +21,8 @@ from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import (
-    ALL,
-    WEIGHTS_ARE_CONSTANT,
-    Projection,
-    ProjectionKind,
-    WeightSpec,
-    Workspace,
-)
+from vllm.diffusion.ops.projection import ALL, WEIGHTS_ARE_CONSTANT, Projection
+from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     FP8,
@@ -47,7 +41,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffer, Buffers
+    from vllm.diffusion.core.stages import Buffer, Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)

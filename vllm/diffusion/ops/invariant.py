@@ -18,17 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fp8 import Fp8Projection
-from vllm.diffusion.ops.projection import (
-    ALL,
-    PlainProjection,
-    ProjectionKind,
-    WeightSpec,
-    Workspace,
-)
+from vllm.diffusion.ops.projection import ALL, PlainProjection, rows_of
+from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
 from vllm_add_llada.cuda_kernels.fused_ops import FP8, Epilogue, QuantisedRows, rescale
 
 if TYPE_CHECKING:
@@ -37,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer, Projection
     from vllm_add_llada.cuda_kernels.fused_ops import Tiling
 
@@ -54,7 +49,8 @@ _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": 
 _CHECKED_ROWS = (1, 15, 16, 17, 33, 63, 64, 65, 128, 129, 193, 257, 385, 513, 769, 1025, 2000)
 _MAX_CHECKED_ROWS = 4096
 _MAX_NUMBERS = 1 << 27  # numbers of a product that is checked
-_PART = 1024  # columns of a part that is checked, such as the keys and values of few heads
+_PART = 1024  # columns of the narrowest part that is multiplied, and that is checked
+_PART_ROWS = 1024  # rows of a narrower part that are multiplied at a time
 
 
 def make_invariant(model: torch.nn.Module) -> None:
@@ -133,6 +129,40 @@ def multiply_rows(
         multiply(some, target)
 
 
+def project_part(
+    project: Callable[[Any, Tensor, slice], None], x: Any, out: Tensor, columns: slice, count: int
+) -> None:
+    """Write some columns of a product; narrow ones are copied from a product with `_PART` columns.
+
+    A narrow product may have other bits than the same columns of a wider one. A rank multiplies
+    narrow parts if it has few key/value heads and computes keys and values without queries.
+
+    Args:
+        project: (rows, out, columns) writes columns of the product.
+        x: R rows, as for `Projection.project`.
+        out: [R, columns], written.
+        columns: columns of the product.
+        count: columns of the whole product.
+    """
+    start, stop, _ = columns.indices(count)
+    width = min(max(stop - start, _PART), count)
+    if width == stop - start:
+        project(x, out, columns)
+        return
+    first = max(stop - width, 0)
+    memory = _part_memory(out.dtype, out.device)
+    for row in range(0, len(out), _PART_ROWS):
+        rows = slice(row, min(row + _PART_ROWS, len(out)))
+        product = memory[: (rows.stop - row) * width].view(-1, width)
+        project(rows_of(x, rows), product, slice(first, first + width))
+        out[rows].copy_(product[:, start - first : stop - first])
+
+
+@functools.cache
+def _part_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(_PART_ROWS * _PART, dtype=dtype, device=device)
+
+
 class InvariantProjection(PlainProjection):
     """Projection with an unquantised matrix, whose sums have one order for any number of rows.
 
@@ -145,6 +175,7 @@ class InvariantProjection(PlainProjection):
         super().__init__(layer)
         weight = self._weight
         self._few_rows = _few_rows(*weight.shape, weight.dtype, weight.dtype, weight.device)
+        _part_memory(weight.dtype, weight.device)  # before free memory is measured
         check_order(self, weight, weight.dtype)
 
     @classmethod
@@ -153,6 +184,12 @@ class InvariantProjection(PlainProjection):
             return super().workspace(use, matrix)
         gate_up = stages.gate_up(matrix.dtype, matrix.columns)
         return Workspace((gate_up,), matrix.most_stored_rows(dispatch.unsplit_gated_tiling))
+
+    def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
+        def multiply(x: Tensor, out: Tensor, columns: slice) -> None:
+            PlainProjection.project(self, x, out, scratch, columns)
+
+        project_part(multiply, x, out, columns, len(self._weight))
 
     @classmethod
     def _tiling(cls, x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:
@@ -197,6 +234,7 @@ class InvariantFp8Projection(Fp8Projection):
         super().__init__(layer)
         weight, self._uses_cublas = self._weight, True
         self._few_rows = _few_rows(*weight.shape, FP8, self._dtype, weight.device)
+        _part_memory(self._dtype, weight.device)  # before free memory is measured
         check_order(self, weight, self._dtype)
 
     @classmethod
@@ -208,10 +246,12 @@ class InvariantFp8Projection(Fp8Projection):
     def project(
         self, x: Tensor | QuantisedRows, out: Tensor, scratch: Buffers, columns: slice = ALL
     ) -> None:
-        x = self._quantised(x, scratch)
-        bias = None if self._bias is None else self._bias[columns]
-        self._multiply(x, self._weight[columns], out)
-        rescale(out, x.scales, self._scales[columns], out, bias=bias)
+        def multiply(x: QuantisedRows, out: Tensor, columns: slice) -> None:
+            bias = None if self._bias is None else self._bias[columns]
+            self._multiply(x, self._weight[columns], out)
+            rescale(out, x.scales, self._scales[columns], out, bias=bias)
+
+        project_part(multiply, self._quantised(x, scratch), out, columns, len(self._weight))
 
     @staticmethod
     def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> None:
@@ -276,10 +316,14 @@ def _differing_rows(projection: Projection, weight: Tensor, dtype: torch.dtype) 
 
     x, target, scratch = random(depth), random(columns), FreshBuffers(weight.device)
 
+    # A product may be added to the residual stream. A rank's part of it is stored before it is
+    # added to the parts of other ranks.
+    adds = columns <= depth and not projection.is_summed
+
     def products(rows: slice, part: slice) -> list[Tensor]:
         made = [torch.empty_like(target[rows, part])]
         projection.project(x[rows], made[0], scratch, part)
-        if part == ALL and columns <= depth:  # it may be added to the residual stream
+        if adds and part == ALL:
             made.append(target[rows].clone())
             projection.add_to(made[1], x[rows], scratch)
         return made

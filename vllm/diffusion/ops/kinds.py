@@ -81,7 +81,9 @@ class SchemeConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> SchemeConfig:
         scheme = scheme_of(None, config)
         if scheme is None:
-            raise ServerConfigError(f"quantization_config: given {config}; wanted one of ours")
+            raise ServerConfigError(
+                f"quantization_config: given {config}; wanted a method of docs/quantisation.md"
+            )
         return cls(scheme)
 
     def use_names(self, name_of: Callable[[str], str]) -> None:
@@ -120,7 +122,7 @@ class SchemeConfig(QuantizationConfig):
         if len(verdicts) > 1:
             raise ServerConfigError(
                 f"quantization_config: given some of {parts} as ignored; wanted all or none, "
-                "for they are one matrix here"
+                "because they are one matrix here"
             )
         return verdicts.pop()
 
@@ -171,7 +173,7 @@ def _check_upstreams(name: str | None) -> None:
     is_there = is_there or name == "torchao"
     if name in get_args(QuantizationMethods) and not is_there:
         raise ServerConfigError(
-            f"quantization: given {name}, which needs kernels of vLLM's that are not here; wanted "
+            f"quantization: given {name}, which needs vLLM kernels that are not installed; wanted "
             "fp8, int4 or nf4 with a plain checkpoint, or none"
         )
 
@@ -179,7 +181,7 @@ def _check_upstreams(name: str | None) -> None:
 def _check_head(scheme: Scheme | None, *, is_tied: bool) -> None:
     wanted = None
     if scheme is None:
-        wanted = "--quantization fp8, int4 or nf4 beside it"
+        wanted = "--quantization fp8, int4 or nf4 with it"
     elif is_tied:
         wanted = "false: the head is the embedding's matrix (tie_word_embeddings)"
     if wanted is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.ops.transfer import Array
 
 NO_SLOT = -1
@@ -39,10 +39,10 @@ def tile_table(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -
 
 
 def take_low(matrices: LowRank, num_rows: int, scratch: Buffers) -> Tensor:
-    """Return memory for the results of `shrink`, [parts of the sum, R, numbers] fp32."""
+    """Return memory for the results of `shrink`, [parts of the sum, R, 1, numbers] fp32."""
     num_splits = low_rank_splits(num_rows, matrices.down.shape[3], matrices.num_ranks)
     low = stages.low_rank(matrices.num_ranks).take(scratch, num_splits * num_rows)
-    return low.view(num_splits, num_rows, matrices.num_ranks)
+    return low.view(num_splits, num_rows, 1, matrices.num_ranks)
 
 
 def split_bytes(num_ranks: int, depth: int) -> int:

@@ -8,7 +8,7 @@ import torch
 import flash_sample
 from flash_sample import RECORD_FIELDS, Rows
 from flash_sample.rows import MAXIMUM, SUM_EXP, WEIGHTED
-from vllm.diffusion.ops.collectives import tensor_parallel
+from vllm.diffusion.ops.collectives import add_in_order, tensor_parallel
 from vllm.diffusion.ops.exact_scores import whole_softmax
 
 
@@ -59,10 +59,12 @@ def logprobs_and_entropies(
         records, named_logits = ranks[..., :RECORD_FIELDS], ranks[..., RECORD_FIELDS:].amax(dim=0)
     maximum, total, weighted = (records[..., f] for f in (MAXIMUM, SUM_EXP, WEIGHTED))
     shares = maximum + total.log()
-    whole = shares.logsumexp(dim=0)
+    top = shares.amax(dim=0)
+    finite = top.masked_fill(top.isinf(), 0.0)
+    whole = add_in_order((shares - finite).exp()).log() + finite
     # The mean of a rank without a finite logit is NaN, and its share is zero.
     means = (maximum + weighted / total) * (shares - whole).exp()
-    entropies = whole - means.masked_fill(total == 0, 0.0).sum(dim=0)
+    entropies = whole - add_in_order(means.masked_fill(total == 0, 0.0))
     return named_logits - whole[:, None], entropies
 
 

@@ -20,14 +20,8 @@ from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter, wide_rows
-from vllm.diffusion.ops.projection import (
-    ALL,
-    WEIGHTS_ARE_CONSTANT,
-    Projection,
-    ProjectionKind,
-    WeightSpec,
-    Workspace,
-)
+from vllm.diffusion.ops.projection import ALL, WEIGHTS_ARE_CONSTANT, Projection
+from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import (
     Epilogue,
@@ -48,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
 # Numbers that are unpacked at a time on a GPU, except for matrices of great depth.

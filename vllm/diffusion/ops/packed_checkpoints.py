@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.diffusion.core.buffers import Buffer
 from vllm.diffusion.core.errors import CheckpointError, ServerConfigError
 from vllm.diffusion.core.quantisation import PackedScheme
+from vllm.diffusion.core.stages import Buffer
 from vllm.diffusion.ops.loading import RankMatrix, StreamedMethod, StreamedParameter
 from vllm.diffusion.ops.packed import PackedProjection, group_of, reserve_unpacked
-from vllm.diffusion.ops.projection import ALL, ProjectionKind, WeightSpec, Workspace
+from vllm.diffusion.ops.projection import ALL
+from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm_add_llada.cuda_kernels.fused_ops import pack
@@ -34,7 +35,7 @@ from vllm_add_llada.cuda_kernels.fused_ops import pack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
 _IN_WORD = 8
@@ -73,7 +74,7 @@ class PackedCheckpointMethod(StreamedMethod[PackedScheme]):
     ) -> None:
         is_gptq = self._scheme.layout == "gptq"
 
-        def parameter(name: str, data: Tensor, unit: int = 1) -> None:
+        def parameter(name: str, data: Tensor) -> None:
             def take(rows: slice, part: Tensor) -> None:
                 data[rows].copy_(part)
 

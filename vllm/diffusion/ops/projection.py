@@ -10,16 +10,17 @@ much scratch memory it requires. To support another storage of weights, add a cl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from enum import Enum
+from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gather_gemm import gather_gemm
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import Buffer, FreshBuffers
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.ops import collectives, dispatch
+from vllm.diffusion.ops.weight_spec import ProjectionKind, Workspace
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm_add_llada.cuda_kernels.fused_ops import (
@@ -32,81 +33,20 @@ from vllm_add_llada.cuda_kernels.fused_ops import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import TypeAlias
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffer, Buffers
+    from vllm.diffusion.ops.weight_spec import WeightSpec
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     ParallelLayer: TypeAlias = LinearBase | VocabParallelEmbedding
 
 ALL = slice(None)
-_SCANNED_ROWS = 16_384
 # No kernel of a step writes a weight, so a kernel may read weights before the previous one ends.
 WEIGHTS_ARE_CONSTANT = True
-
-
-class ProjectionKind(Enum):
-    """Uses of a projection, by the names of its methods."""
-
-    PROJECT = "project"
-    GATED = "gated"
-    ADD_TO = "add_to"
-
-
-class WeightSpec(NamedTuple):
-    """Facts about a weight [columns, depth] of one rank before it is loaded.
-
-    Attributes:
-        columns, depth: columns of the product, and number of terms of each sum.
-        dtype: dtype of the rows that are multiplied, and of the product.
-        has_bias: whether a bias is added.
-        device: device of the weight; without an index if the GPU must not be queried.
-        is_summed: whether the products of several ranks are summed.
-    """
-
-    columns: int
-    depth: int
-    dtype: torch.dtype
-    has_bias: bool
-    device: torch.device
-    is_summed: bool = False
-
-    def most_stored_rows(self, tiling_of: Callable[..., Tiling | None]) -> int | None:
-        """Return the number of rows above which one kernel always runs `gated`; None if it is
-        unknown.
-
-        The kernel runs if its tiles fill the GPU, as they do with many rows. This is checked row
-        by row in the range in which partly filled tiles may still matter.
-
-        Args:
-            tiling_of: function that returns that kernel's tiling, such as `dispatch.gated_tiling`.
-        """
-        is_served = self.dtype == torch.bfloat16 and not self.has_bias
-        if not is_served or self.device.type != "cuda" or self.device.index is None:
-            return None
-        card = dispatch.card_of(self.device)
-        for rows in range(_SCANNED_ROWS, 0, -1):
-            if tiling_of(rows, self.columns, self.depth, card=card) is None:
-                return rows if rows <= _SCANNED_ROWS // 2 else None
-        return 0
-
-
-class Workspace(NamedTuple):
-    """Scratch memory of one use of a projection.
-
-    Attributes:
-        buffers: buffers that it takes.
-        most_rows: rows above which it takes the buffers `beyond` instead; None for no limit.
-        beyond: the buffers for more rows.
-    """
-
-    buffers: tuple[Buffer, ...] = ()
-    most_rows: int | None = None
-    beyond: tuple[Buffer, ...] = ()
 
 
 class Projection(ABC):
@@ -117,6 +57,7 @@ class Projection(ABC):
 
     Attributes:
         can_slice: whether a part of the columns or features costs less than all of them.
+        can_extend: whether rows can be appended to the weight.
         quantises: whether methods take quantised rows, and `gated` writes quantised rows.
         weight_bytes: bytes of a stored number of W, including its share of the scales; None: the
             same as in a row.
@@ -124,6 +65,7 @@ class Projection(ABC):
     """
 
     can_slice: ClassVar[bool]
+    can_extend: ClassVar[bool] = False
     quantises: ClassVar[bool] = False
     weight_bytes: ClassVar[float | None] = None
     speed: ClassVar[float] = 1.0
@@ -159,6 +101,16 @@ class Projection(ABC):
     def matrix(self, columns: slice) -> Tensor | None:
         """Return rows of the weight if the product uses exactly these numbers; else None."""
         return None
+
+    def extended(self, num_rows: int) -> tuple[Projection, Tensor]:
+        """Append rows to the weight, before the first step; requires `can_extend`.
+
+        The weight moves, and its parameter becomes a view of the larger weight.
+
+        Returns:
+            a projection with all rows, and the new ones [num_rows, depth], which are zeros.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: wanted a kind with can_extend")
 
     @classmethod
     @abstractmethod
@@ -199,6 +151,24 @@ class Projection(ABC):
                 projections quantise.
         """
 
+    @property
+    def can_add_tail(self) -> bool:
+        """Whether `gated_with` is available, and fast for some numbers of rows."""
+        return False
+
+    def adds_tail(self, x: Tensor) -> bool:
+        """Whether `gated_with` is fast for rows x."""
+        return False
+
+    def gated_with(self, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor]) -> None:
+        """Write silu(gate) * up, where another product is added to both halves.
+
+        Args:
+            x, out: as for `gated`, in the model dtype, if `adds_tail(x)`.
+            tail: rows [R, K] and a weight [columns, K], in the model dtype.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: wanted a kind that can_add_tail")
+
     @abstractmethod
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         """Write the product with some of the features.
@@ -230,14 +200,14 @@ class Projection(ABC):
 
 
 class PlainProjection(Projection):
-    """Projection with an unquantised matrix, by our kernel for few rows if it is faster, else
-    cuBLAS.
+    """Projection with an unquantised matrix, by the faster of our kernel and cuBLAS.
 
     On a single GPU, a product without a bias is added to x in its epilogue, which saves one pass
     over x. Our kernel adds before it rounds, cuBLAS rounds the product first.
     """
 
     can_slice = True
+    can_extend = True
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
@@ -246,6 +216,13 @@ class PlainProjection(Projection):
 
     def matrix(self, columns: slice) -> Tensor | None:
         return self._weight[columns] if self._bias is None else None
+
+    def extended(self, num_rows: int) -> tuple[Projection, Tensor]:
+        whole = copy(self)
+        whole._weight = _extended(self._weight, num_rows)
+        if self._bias is not None:
+            whole._bias = _extended(self._bias, num_rows)
+        return whole, whole._weight[-num_rows:]
 
     @classmethod
     def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
@@ -283,6 +260,29 @@ class PlainProjection(Projection):
         gate_up = stages.gate_up(x.dtype, len(weight)).take(scratch, len(x))
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
+
+    @property
+    def can_add_tail(self) -> bool:
+        weight, card = self._weight, dispatch.card_of(self._weight.device)
+        is_plain = self._bias is None and has_fused_linear(weight, weight)
+        return is_plain and dispatch.has_gated_tiles(*weight.shape, card=card)
+
+    def adds_tail(self, x: Tensor) -> bool:
+        return has_fused_linear(x, self._weight) and self._tail_tiling(x) is not None
+
+    def gated_with(self, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor]) -> None:
+        fused_linear(
+            x,
+            self._weight,
+            out,
+            tiling=self._tail_tiling(x),
+            epilogue=Epilogue.SILU_MUL,
+            early=WEIGHTS_ARE_CONSTANT,
+            tail=tail,
+        )
+
+    def _tail_tiling(self, x: Tensor) -> Tiling | None:
+        return dispatch.tail_tiling(len(x), *self._weight.shape, card=dispatch.card_of(x.device))
 
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if features == ALL:
@@ -325,6 +325,15 @@ class PlainProjection(Projection):
     def _add(self, x: Tensor, h: Tensor, weight: Tensor) -> None:
         """Add the product of h with columns of the weight to x."""
         x.addmm_(h, weight.t())
+
+
+def _extended(stored: Tensor, num_rows: int) -> Tensor:
+    """Return a copy with further rows of zeros, and make `stored` a view of it."""
+    num_stored = len(stored)
+    whole = stored.new_zeros(num_stored + num_rows, *stored.shape[1:])
+    whole[:num_stored] = stored.data
+    stored.data = whole[:num_stored]
+    return whole
 
 
 def rows_of(h: Any, rows: slice) -> Any:

@@ -6,15 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import Buffer
-from vllm.diffusion.ops.projection import ALL, Projection, ProjectionKind, WeightSpec, Workspace
+from vllm.diffusion.core.stages import Buffer
+from vllm.diffusion.ops.projection import ALL, Projection
+from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
 from vllm_add_llada.cuda_kernels.fused_ops import silu_mul
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.ops.projection import ParallelLayer
 
 

@@ -9,7 +9,7 @@ import flash_sample
 import gather_gemm
 from flash_sample import Filters, Rows, Sampled, Score
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.ops.collectives import tensor_parallel
+from vllm.diffusion.ops.collectives import add_in_order, tensor_parallel
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
@@ -59,7 +59,7 @@ def candidates(
     if score != "entropy" or _is_negligible(epsilon, vocab_size):
         return merged
     share = flash_sample.entropy_share(logits, records, rows, first_column=first_column)
-    return merged._replace(score=tensor_parallel().gather(share).sum(dim=0))
+    return merged._replace(score=add_in_order(tensor_parallel().gather(share)))
 
 
 def kept_columns(

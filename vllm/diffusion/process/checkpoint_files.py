@@ -83,8 +83,8 @@ def _weights_of(folder: Path) -> Iterable[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if (folder / ADAPTER) in files:
         raise ServerConfigError(
-            f"{folder / ADAPTER}: weights of an adapter beside those of the model; wanted them in "
-            "a folder of their own"
+            f"{folder / ADAPTER}: weights of an adapter in the folder of the model's weights; "
+            "wanted a separate folder for them"
         )
     return files or sorted(folder.glob("*.bin"))
 

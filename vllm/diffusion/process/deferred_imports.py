@@ -76,9 +76,7 @@ def _replace(module: ModuleType) -> None:
 
 
 def replace_upstreams_command() -> None:
-    """Replace `vllm serve` with our extended command; must be called before upstream's is
-    imported.
-    """
+    """Replace `vllm serve` with our extended command, before upstream's is imported."""
     if COMMAND not in sys.modules:
         sys.meta_path.insert(0, PostImportHook(COMMAND, _replace))
 

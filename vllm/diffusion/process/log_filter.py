@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters for lines of upstream's start log that have no meaning for a diffusion model.
+"""Filters for lines of upstream's log that have no meaning for a diffusion model.
 
-These lines list routes, or name caches, kernels and compilers that these models do not use. With
-`VLLM_LOGGING_LEVEL=DEBUG` all lines are kept.
+These lines list routes, or name caches, kernels and compilers that these models do not use. Other
+filters shorten lines. With `VLLM_LOGGING_LEVEL=DEBUG` all lines are kept.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from vllm.diffusion import __version__
+from vllm.diffusion.core.errors import DiffusionError
 from vllm.diffusion.request.families import ARCHITECTURES
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
@@ -127,6 +128,21 @@ class DropStackTraces(logging.Filter):
         return not (isinstance(error, (EngineDeadError, GracefulHTTPError)) or is_loss(error))
 
 
+class ShortenRefusals(logging.Filter):
+    """Logs a refused call of a client, such as an adapter that cannot be loaded, in one line.
+
+    The error names the field, so a stack trace adds nothing.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, DiffusionError) and isinstance(error, ValueError):
+            record.msg, record.args = "%s: %s", (record.getMessage(), error)
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = None
+        return True
+
+
 def is_loss(error: BaseException | None) -> bool:
     """Return whether this error of upstream's first process reports that another process ended."""
     return isinstance(error, RuntimeError) and any(died in str(error) for died in DIED)
@@ -154,6 +170,7 @@ def drop_irrelevant_lines() -> None:
         _add_filter(name, DropByPrefix(beginnings))
     for name in TRACING:
         _add_filter(name, DropStackTraces())
+    _add_filter("vllm.v1.engine.core", ShortenRefusals())
 
 
 def _add_filter(name: str, wanted: logging.Filter) -> None:

@@ -109,7 +109,11 @@ def _kind_by_name(name: str) -> str:
     kind = max(_MASKED, _BLOCKS, key=last.rfind)
     if kind not in last:
         kind = _MASKED
-        logger.info("An A2D checkpoint without %r or %r in its name: %r", _MASKED, _BLOCKS, kind)
+        logger.info(
+            "the name of this A2D checkpoint contains neither %r nor %r, so it is served as %r; "
+            '--hf-overrides \'{"%s": "%s"}\' selects the other kind',
+            *(_MASKED, _BLOCKS, kind, A2D_KIND, _BLOCKS),
+        )
     return kind
 
 
@@ -126,8 +130,8 @@ def _check_sdar(config: Mapping[str, Any], has_adapter: Callable[[], bool]) -> N
         evidence = "a folder adapter"
     if evidence is not None:
         raise ServerConfigError(
-            f"{REGULAR_CAUSAL}: not in config.json beside {evidence}; wanted --hf-overrides "
-            f"'{{\"{REGULAR_CAUSAL}\": true}}' for I-DLM, false for SDAR"
+            f"{REGULAR_CAUSAL}: missing in config.json of a checkpoint with {evidence}; wanted "
+            f"--hf-overrides '{{\"{REGULAR_CAUSAL}\": true}}' for I-DLM, false for SDAR"
         )
 
 

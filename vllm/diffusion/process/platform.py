@@ -41,7 +41,7 @@ class _EagerPlatform(Platform):
         if model is not None and vllm_config.parallel_config.worker_cls == "auto":
             raise ServerConfigError(
                 f"model {model.model}: given {', '.join(model.architectures)}; wanted one of "
-                f"{', '.join(sorted(ARCHITECTURES))}: upstream's own models need its compiled "
+                f"{', '.join(sorted(ARCHITECTURES))}: vLLM's own models need its compiled "
                 "kernels, for a GPU or for a CPU, and this installation has none"
             )
         vllm_config.parallel_config.disable_custom_all_reduce = True

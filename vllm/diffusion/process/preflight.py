@@ -82,7 +82,7 @@ def _is_file(value: str) -> bool:
     return Path(value).is_file()
 
 
-_A_FILE = _Flag("a file that is there", _is_file)
+_A_FILE = _Flag("an existing file", _is_file)
 _DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 _FLAGS = {
     "--additional-config": _Flag("a JSON object", _is_object),
@@ -95,7 +95,7 @@ _FLAGS = {
     "--port": _Flag("a whole number from 0 to 65535", _is_port),
     "--max-model-len": _Flag("tokens, as 4096 or 4k, or auto", _is_length),
     "--gpu-memory-utilization": _Flag("a number above 0, at most 1", _is_share),
-    "--config": _Flag("a .yaml or .yml file that is there", _is_yaml),
+    "--config": _Flag("an existing .yaml or .yml file", _is_yaml),
 }
 
 
@@ -214,7 +214,7 @@ def _check_arguments(words: Sequence[str]) -> None:
         tokenizer = values.get("--tokenizer", "")
         if _reads_like_a_path(tokenizer) and not Path(tokenizer).exists():
             raise ServerConfigError(
-                f"--tokenizer: given {tokenizer!r}; wanted a folder that is there"
+                f"--tokenizer: given {tokenizer!r}; wanted an existing folder"
                 f"{_did_you_mean(tokenizer)}"
             )
         if not Path(model).exists() and "://" not in model:
@@ -280,7 +280,7 @@ def _check_address(values: Mapping[str, str]) -> None:
         if number == errno.EADDRINUSE:
             raise ServerConfigError(
                 f"{_name('--port', port)}: given {port}, which is in use"
-                f"{f' on {host}' if host else ''}; wanted another"
+                f"{f' on {host}' if host else ''}; wanted a free port"
             ) from None
         if number == errno.EACCES:
             raise ServerConfigError(
@@ -290,7 +290,7 @@ def _check_address(values: Mapping[str, str]) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ServerConfigError(
             f"{_name('--host', host)}: given {host!r} ({reason}); wanted an address of this "
-            "machine, as 127.0.0.1, or 0.0.0.0 for all"
+            "machine, such as 127.0.0.1, or 0.0.0.0 for all"
         ) from None
 
 
@@ -354,7 +354,7 @@ def _check_hub(name: str, revision: str | None) -> None:
             at = "" if revision is None else f" at --revision {revision}"
             raise ServerConfigError(
                 f"{prefix}not found on the Hugging Face Hub{at} ({status}; a private or gated one "
-                f"wants HF_TOKEN){_did_you_mean(name)}"
+                f"requires HF_TOKEN){_did_you_mean(name)}"
             ) from None
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return

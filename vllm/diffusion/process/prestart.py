@@ -17,6 +17,7 @@ import importlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -102,6 +103,18 @@ def silence_torch_warnings() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def hide_interrupts() -> None:
+    """Print no traceback when Ctrl-C ends this program, if it is the server."""
+    if not serves(sys.orig_argv):
+        return
+
+    def print_others(kind: type[BaseException], *of_error: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, *of_error)
+
+    sys.excepthook = print_others
+
+
 def begin() -> None:
     """Start importing for the engine if this program is the server; must run before all imports."""
     is_wanted = "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ and serves(sys.orig_argv)
@@ -109,7 +122,11 @@ def begin() -> None:
         return
     to_read, to_write = multiprocessing.Pipe(duplex=False)
     process = SpawnContext().Process(target=_wait, args=(to_read,))
+    # A terminal sends Ctrl-C to both processes. The new process inherits the handler that ignores
+    # it, and the server ends the process.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
+    signal.signal(signal.SIGINT, handler)
     to_read.close()
     _waiting.append(_Waiting(process, to_write, _read_early()))
     # It must run before this process waits for its children.
@@ -125,9 +142,7 @@ def use_waiting_process() -> None:
 
 
 def engine_started_at() -> float | None:
-    """Return time.time() when the first engine received its function, or None if upstream starts
-    it.
-    """
+    """Return time.time() when the first engine got its function; None if upstream starts it."""
     return _started_at[0] if _started_at else None
 
 
@@ -177,8 +192,9 @@ def _wait(connection: Connection) -> None:
         gc.freeze()
     try:
         environment, name, target, args, kwargs = connection.recv()
-    except (EOFError, KeyboardInterrupt):  # the server has ended earlier
+    except EOFError:  # the server has ended earlier
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.current_process().name = name

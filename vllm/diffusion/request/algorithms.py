@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.diffusion.core.errors import InvalidParameterError
-from vllm.diffusion.request.values import as_score, param
+from vllm.diffusion.request.values import MAX_FACTOR, MIN_TEMPERATURE, as_score, param
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Algorithm:
             the rule itself; a number of steps only limits the forward passes. "rule alone": the
             rule itself; a number of steps has no meaning.
         parameters: names of the `AlgorithmParams` that it uses.
-        defaults: its defaults if they differ from those of `AlgorithmParams`.
+        defaults: its defaults that differ from the defaults of `AlgorithmParams`.
         shifted_defaults: defaults for families that shift their logits (Dream).
         caches: supported ways to reuse keys and values.
         random_scores: families in which a random number may replace the score (`remasking:
@@ -155,9 +155,10 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "factor",
             "threshold.Factor",
-            "the n most confident candidates of the block: the largest n whose n-th confidence is "
-            "at least 1 - `factor` / (n + 1), but at least 1; if only one candidate would remain, "
-            "it is committed, too. `frechet_margin` replaces the condition on n",
+            "the n most confident candidates of the block. n is the largest number, at least 1, "
+            "for which the n-th confidence is at least 1 - `factor` / (n + 1). If only one "
+            "candidate would remain, it is committed, too. `frechet_margin` replaces the "
+            "condition on n",
             source=2,
             parameters=("factor", "frechet_margin"),
             random_scores="all",
@@ -165,8 +166,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "local_leap",
             "local_leap.LocalLeap",
-            "like `threshold`; within `radius` positions of a candidate that reaches `threshold`, "
-            "`relaxed_threshold` is enough",
+            "like `threshold`, but within `radius` positions of a candidate that reaches "
+            "`threshold`, candidates only need to reach `relaxed_threshold`",
             source=3,
             parameters=("threshold", "relaxed_threshold", "radius", "early_stop"),
             random_scores="all",
@@ -175,7 +176,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "entropy_threshold",
             "threshold.EntropyThreshold",
             "every candidate of the block whose distribution has an entropy below `threshold`, "
-            "and always the one with the lowest entropy",
+            "and always the candidate with the lowest entropy",
             source=4,
             score="entropy",
             parameters=("threshold",),
@@ -218,8 +219,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "hierarchy",
             "hierarchy.Hierarchy",
-            "every candidate of the block above `threshold`, the best candidate of each run of "
-            "masked positions if its confidence exceeds `low_threshold`, and always the best one",
+            "every candidate of the block above `threshold`, and always the best candidate. Also "
+            "the best candidate of each run of masked positions, if its confidence exceeds "
+            "`low_threshold`",
             source=6,
             parameters=("low_threshold", "threshold"),
         ),
@@ -261,8 +263,8 @@ ALGORITHMS: dict[str, Algorithm] = {
             "daedal",
             "daedal.Daedal",
             "every candidate of the block whose confidence exceeds `threshold`, and always the "
-            "best one. It begins with a canvas of `initial_length` masks, lengthens it by "
-            "`expansion` until the model predicts enough end tokens, and later inserts masks at "
+            "best one. The canvas begins with `initial_length` masks and grows by `expansion` "
+            "masks until the model predicts enough end tokens. Later steps insert masks at "
             "positions whose confidence is below `low_threshold`",
             source=14,
             pace="rule alone",
@@ -288,8 +290,9 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "low_confidence_dynamic",
             "block_quota.ConfidenceOrQuota",
-            "every candidate of the block whose confidence exceeds `threshold`; if these are "
-            "fewer than the quota of the step, the most confident candidates up to the quota",
+            "every candidate of the block whose confidence exceeds `threshold`. If these are "
+            "fewer than the quota of the step, it commits the most confident candidates up to "
+            "the quota",
             source=8,
             pace="steps",
             parameters=("threshold", "steps_per_block"),
@@ -322,8 +325,8 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "entropy_bounded",
             "block_quota.EntropyBounded",
-            "the candidates of the block with the lowest entropies while the sum of these "
-            "entropies is below `threshold`, and always the lowest",
+            "the candidates of the block with the lowest entropies, as long as the sum of these "
+            "entropies is below `threshold`, and always the candidate with the lowest entropy",
             source=9,
             score="entropy",
             pace="rule alone",
@@ -334,10 +337,10 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "joint_threshold",
             "joint_threshold.JointThreshold",
-            "every candidate of the block whose confidence exceeds `threshold`, at least "
-            "`num_to_transfer`; it also replaces committed tokens of the block by others whose "
-            "confidence exceeds `editing_threshold`. The block ends when nothing is replaced, or "
-            "`max_post_steps` steps after its last mask was filled",
+            "every candidate of the block whose confidence exceeds `threshold`, and at least "
+            "`num_to_transfer` candidates. A step also replaces committed tokens of the block by "
+            "other tokens whose confidence exceeds `editing_threshold`. The block ends when "
+            "nothing is replaced, or `max_post_steps` steps after its last mask was filled",
             source=8,
             pace="rule alone",
             parameters=(
@@ -355,11 +358,11 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "levenshtein",
             "levenshtein.Levenshtein",
-            "every candidate of the block whose confidence exceeds `threshold`, at least the "
-            "quota of the step; it also replaces committed tokens by others whose confidence "
-            "exceeds `editing_threshold`, deletes tokens, and inserts masks. The block ends when "
-            "nothing changes, or `max_post_steps` steps after the last of its original masks was "
-            "filled",
+            "every candidate of the block whose confidence exceeds `threshold`, and at least the "
+            "quota of the step. A step also replaces committed tokens by other tokens whose "
+            "confidence exceeds `editing_threshold`, deletes tokens, and inserts masks. The "
+            "block ends when nothing changes, or `max_post_steps` steps after the last of its "
+            "original masks was filled",
             source=12,
             pace="steps",
             parameters=("threshold", "editing_threshold", "max_post_steps", "steps_per_block"),
@@ -427,10 +430,10 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "entropy_bound",
             "entropy_bound.EntropyBound",
-            "the whole canvas, when its most likely tokens stay the same for "
+            "the whole canvas, as soon as its most likely tokens stay the same for "
             "`stability_threshold` steps and their mean entropy is below `confidence_threshold`, "
-            "or after `steps_per_block` steps. Until then every step draws all tokens, keeps the "
-            "tokens of the lowest entropies, whose sum is limited by `entropy_bound`, and replaces "
+            "or after `steps_per_block` steps. Each earlier step samples all tokens, keeps the "
+            "tokens with the lowest entropies (`entropy_bound` limits their sum), and replaces "
             "all other tokens by noise",
             source=15,
             score="entropy",
@@ -566,29 +569,29 @@ class AlgorithmParams:
     """
 
     threshold: float = algorithm_param(
-        "lowest confidence at which a candidate is committed; with entropy_threshold, "
-        "full_attn_multi_block and multi_block the highest entropy, with entropy_bounded the "
-        "highest sum of entropies; some families have another default (see below)",
+        "lowest confidence at which a candidate is committed. entropy_threshold, "
+        "full_attn_multi_block and multi_block: the highest entropy. entropy_bounded: the "
+        "highest sum of entropies. Some families have another default",
         default=0.9,
         resolve=_score_threshold,
     )
     factor: float = algorithm_param(
-        "factor: the n most confident candidates are committed, with the largest n whose n-th "
-        "confidence is at least 1 - factor / (n + 1)",
+        "factor: the n most confident candidates are committed. n is the largest number for "
+        "which the n-th confidence is at least 1 - factor / (n + 1)",
         default=1.0,
         minimum=0,
     )
     frechet_margin: float | None = algorithm_param(
-        "factor: replaces `factor`; commits the n most confident candidates with the largest n for "
-        "which L - U > frechet_margin, where L is the sum of their confidences minus n - 1, and U "
-        "is 1 minus the n-th confidence",
+        "factor: replaces `factor`. The n most confident candidates are committed. n is the "
+        "largest number for which L - U > frechet_margin; L is the sum of the n confidences "
+        "minus n - 1, and U is 1 minus the n-th confidence",
         default_text="none: factor decides",
         minimum=0,
         maximum=1,
         resolve=_frechet_margin,
     )
     relaxed_threshold: float = algorithm_param(
-        "local_leap: the threshold of candidates within `radius` positions of one that "
+        "local_leap: the threshold for candidates within `radius` positions of a candidate that "
         "reaches `threshold`",
         default=0.75,
         resolve=_score_threshold,
@@ -599,8 +602,9 @@ class AlgorithmParams:
         minimum=0,
     )
     low_threshold: float = algorithm_param(
-        "hierarchy: confidence above which the best candidate of each run of masked positions "
-        "is committed; daedal: confidence below which masks may be inserted at a position",
+        "hierarchy: the best candidate of each run of masked positions is committed if its "
+        "confidence is above this value. daedal: masks may be inserted at a position whose "
+        "confidence is below this value",
         default=0.4,
         resolve=_score_threshold,
     )
@@ -610,90 +614,91 @@ class AlgorithmParams:
         aliases=("block_add",),
     )
     decoded_token_threshold: float = algorithm_param(
-        "share of a block that must be committed before the next block may become the one that "
-        "gets at least one token in every step. The first unfinished block is that block, so "
+        "share of a block that must be committed before the next block may become the block that "
+        "gets at least one token in every step. This is always the first unfinished block, so "
         "values up to 1 do not change the answer",
         default=0.5,
         aliases=("decoded_thresh",),
     )
     cache_delay_iter: int = algorithm_param(
-        "with cache: delayed, steps from the completion of a block until its keys and values "
-        f"are cached; with multi_block, a value below {NEVER} selects cache: delayed "
-        "(full_attn_multi_block accepts the field and caches nothing)",
+        "cache: delayed: number of steps from the completion of a block until its keys and "
+        f"values are cached. multi_block: a value below {NEVER} selects cache: delayed. "
+        "full_attn_multi_block accepts the field and caches nothing",
         default=NEVER,
         minimum=0,
         neutral=(NEVER,),
     )
     refresh_interval: int = algorithm_param(
-        "with cache: delayed, the number of steps after which the whole sequence is computed "
-        "again (full_attn_multi_block accepts it and computes the whole sequence in every "
-        "step)",
+        "cache: delayed: number of steps after which the whole sequence is computed again. "
+        "full_attn_multi_block accepts the field and computes the whole sequence in every step",
         default=NEVER,
         minimum=1,
         neutral=(NEVER,),
     )
     early_stop: bool = algorithm_param(
-        "multi_block: in every step, fill all positions after the first end-of-sequence token "
-        "with that token; local_leap: end the answer after a block that contains one",
+        "multi_block: every step fills all positions after the first end-of-sequence token with "
+        "this token. local_leap: the answer ends after a block that contains an end-of-sequence "
+        "token",
         default=False,
         neutral=(False,),
         needs=("eos",),
         resolve=_early_stop,
     )
     alg: str = algorithm_param(
-        "dream: how candidates are scored: by negative entropy, by probability, by the "
-        "difference of the two highest probabilities, or (origin) not at all, with random "
-        "positions",
+        "dream: score of a candidate: its negative entropy (entropy), its probability "
+        "(maskgit_plus), the difference of the two highest probabilities (topk_margin), or no "
+        "score, which takes random positions (origin)",
         default="entropy",
         choices=("entropy", "maskgit_plus", "topk_margin", "origin"),
     )
     alg_temp: float = algorithm_param(
         "dream: temperature at which positions are sampled by their scores; 0 takes the "
-        "highest scores",
+        "positions with the highest scores",
         default=0.0,
         minimum=0,
         neutral=(0.0,),
     )
     eps: float = algorithm_param(
-        "dream: the noise level falls from 1 to this value in equal steps; a step from t to s "
-        "commits the share 1 - s / t of the masked positions",
+        "dream: the noise level falls from 1 to this value in equal steps. A step from level t "
+        "to level s commits the share 1 - s / t of the masked positions",
         default=1e-3,
         minimum=0,
         maximum=1,
     )
     steps_per_block: int | None = algorithm_param(
-        "denoising steps per block, block-causal families only; equivalent to `steps` divided "
-        "by the number of blocks, ceil(gen_length / block_length)",
+        "block-causal families: number of denoising steps per block. It has the same effect as "
+        "`steps` divided by the number of blocks, ceil(gen_length / block_length)",
         default_text="one per token of the block",
         minimum=1,
         maximum=MAX_STEPS,
         resolve=lambda _, r: r.lengths.steps_per_block,
     )
     editing_threshold: float = algorithm_param(
-        "joint_threshold, levenshtein: confidence above which another token replaces a "
-        "committed token; 0 replaces whenever another token is more likely",
+        "joint_threshold, levenshtein: confidence above which another token replaces a committed "
+        "token. 0 replaces a token whenever another token is more likely",
         default=0.9,
         resolve=_score_threshold,
     )
     max_post_steps: int = algorithm_param(
-        "joint_threshold, levenshtein: most steps of a block after its last mask is filled",
+        "joint_threshold, levenshtein: maximum number of steps of a block after its last mask is "
+        "filled",
         default=16,
         minimum=0,
     )
     num_to_transfer: int = algorithm_param(
-        "joint_threshold: fewest masks that a step fills, even if fewer candidates reach "
-        "`threshold`",
+        "joint_threshold: minimum number of masks that a step fills, even if fewer candidates "
+        "reach `threshold`",
         default=1,
         minimum=1,
     )
     penalty_lambda: float = algorithm_param(
-        "joint_threshold: subtracted, at every position, from the logit of the token that is "
-        "immediately before it, against repetitions",
+        "joint_threshold: penalty against repetitions. At every position it is subtracted from "
+        "the logit of the token that is immediately before the position",
         default=0.0,
         minimum=0,
     )
     sub_block_length: int = algorithm_param(
-        "hierarchy_block: tokens per part of a block; parts are filled from left to right; "
+        "hierarchy_block: tokens per part of a block; parts are filled from left to right. It "
         "must divide block_length",
         default=8,
         minimum=1,
@@ -710,31 +715,34 @@ class AlgorithmParams:
         resolve=_score_threshold,
     )
     t_min: float = algorithm_param(
-        "entropy_bound: temperature of the logits that the last step would approach",
+        "entropy_bound: the temperature of the logits falls in equal steps from t_max towards "
+        "this value, without reaching it",
         default=0.4,
         minimum=0,
     )
     t_max: float = algorithm_param(
-        "entropy_bound: temperature of the logits in the first step of a canvas; above `t_min`",
+        "entropy_bound: temperature of the logits in the first step of a canvas; must be above "
+        "`t_min`",
         default=0.8,
-        minimum=0,
+        minimum=MIN_TEMPERATURE,
+        maximum=MAX_FACTOR,
         resolve=_t_max,
     )
     entropy_bound: float = algorithm_param(
-        "entropy_bound: highest sum of the entropies of the positions accepted before a position, "
-        "in the order of their entropies",
+        "entropy_bound: a step keeps a sampled token if the entropies of all positions with a "
+        "lower entropy sum to at most this value",
         default=0.1,
         minimum=1e-9,
     )
     stability_threshold: int = algorithm_param(
-        "entropy_bound: number of earlier steps in which the most likely tokens must have been the "
-        "same as in the step that ends the canvas",
+        "entropy_bound: a canvas ends early only if its most likely tokens are the same as in "
+        "this number of previous steps",
         default=1,
         minimum=0,
     )
     confidence_threshold: float = algorithm_param(
-        "entropy_bound: mean entropy of the canvas below which it may end before its last step; "
-        "with 0 it never does",
+        "entropy_bound: a canvas ends early only if its mean entropy is below this value; with 0 "
+        "it never does",
         default=0.005,
         minimum=0,
     )
@@ -744,46 +752,46 @@ class AlgorithmParams:
         minimum=1,
     )
     expansion: int = algorithm_param(
-        "daedal: masks by which the first canvas is lengthened, and masks that replace an "
-        "uncertain position",
+        "daedal: number of masks by which the first canvas grows at a time, and number of masks "
+        "that replace an uncertain position",
         default=8,
         minimum=1,
     )
     eos_window: int = algorithm_param(
-        "daedal: number of end tokens that make the end certain; eos_window / 2 end tokens "
-        "follow a canvas that has its length",
+        "daedal: number of end tokens at which the certainty of the end is 1. When the first "
+        "canvas has its length, eos_window / 2 end tokens are added",
         default=32,
         minimum=1,
     )
     eos_threshold: float = algorithm_param(
-        "daedal: certainty of the end at which the canvas has its first length",
+        "daedal: the first canvas grows until the certainty of the end reaches this value",
         default=0.5,
         minimum=0,
     )
     eos_expand_threshold: float = algorithm_param(
-        "daedal: certainty of the end below which masks may be inserted",
+        "daedal: masks may be inserted while the certainty of the end is below this value",
         default=0.9,
         minimum=0,
     )
     stride: int | None = algorithm_param(
-        "introspective: most tokens that a forward pass commits; it drafts stride - 1 tokens. "
-        "This changes the speed, but, except with acceptance ratio, not the answer",
+        "introspective: maximum number of tokens that a forward pass commits; the pass drafts "
+        "stride - 1 tokens. This changes the speed but not the answer, except with acceptance: "
+        "ratio",
         default_text=f"block_size of config.json plus 1, else {DEFAULT_STRIDE}",
         minimum=MIN_STRIDE,
         maximum=MAX_STRIDE,
         resolve=_stride,
     )
     acceptance: str = algorithm_param(
-        "introspective: when a draft is accepted. With coupled, a draft is accepted if "
-        "autoregressive draws the same token with the same seed, so the answer is the same. With "
-        "ratio, it is accepted with a probability that keeps the distribution of autoregressive",
+        "introspective: when a draft is accepted. coupled: if autoregressive samples the same "
+        "token with the same seed, so the answer is the same. ratio: with a probability that "
+        "keeps the distribution of autoregressive",
         default="coupled",
         choices=("coupled", "ratio"),
     )
     draft_branches: str = algorithm_param(
-        "introspective: where a forward pass drafts. With last, it drafts only after all drafts; "
-        "with all, after every draft, in steps of at most 128 rows. This changes the speed, but "
-        "not the answer",
+        "introspective: where a forward pass drafts. last: only after the last draft. all: after "
+        "every draft, in steps of at most 128 rows. This changes the speed but not the answer",
         default="last",
         choices=("last", "all"),
         resolve=_draft_branches,

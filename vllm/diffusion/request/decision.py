@@ -116,7 +116,19 @@ def attach(sampling: Any, decided: DiffusionParams, index: int = 0) -> None:
 
 def is_decided(sampling: Any) -> bool:
     """Return whether a decision is attached. A client cannot send a value of its type."""
-    return isinstance((sampling.extra_args or {}).get(DECISION), DiffusionParams)
+    extra = sampling.extra_args
+    return isinstance(extra, dict) and isinstance(extra.get(DECISION), DiffusionParams)
+
+
+def check_extra_args(sampling: Any) -> None:
+    """Check that parameters in `extra_args` have names.
+
+    Raises:
+        InvalidParameterError: `extra_args` is no dictionary, or a key is no text.
+    """
+    extra = sampling.extra_args or {}
+    if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
+        raise InvalidParameterError("extra_args", extra, "wanted a dictionary of names and values")
 
 
 def decision_of(
@@ -129,12 +141,17 @@ def decision_of(
     """
     attached = (sampling.extra_args or {}).get(DECISION)
     if attached is None:
-        return decide(request_values_of(sampling), model, prompt_token_ids)
-    decided = attached
-    # The decision was sent from another process.
-    if not isinstance(decided, DiffusionParams):
-        decided = msgspec.convert(attached, DiffusionParams)
-    return decided if sampling.seed is None else decided.with_seed(sampling.seed)
+        decided = decide(request_values_of(sampling), model, prompt_token_ids)
+    else:
+        decided = attached
+        # The decision was sent from another process.
+        if not isinstance(decided, DiffusionParams):
+            decided = msgspec.convert(attached, DiffusionParams)
+        if sampling.seed is not None:
+            decided = decided.with_seed(sampling.seed)
+    if decided.return_trajectory and sampling.stop:
+        decided = dataclasses.replace(decided, has_stop_strings=True)
+    return decided
 
 
 def request_values_of(sampling: Any) -> dict[str, Any]:
@@ -362,10 +379,10 @@ def _guide(spec: Spec, request: Request, stop_token_ids: frozenset[int]) -> Guid
     """Return the compiled format of an answer; refuse values that would break the format."""
     model = request.model
     if request.given.get("logits_eos_inf"):
-        raise InvalidParameterError("logits_eos_inf", True, f"wanted false beside {spec.field}")
+        raise InvalidParameterError("logits_eos_inf", True, f"wanted false with {spec.field}")
     others = sorted(stop_token_ids - model.ids.stop)
     if others:
-        raise InvalidParameterError("stop_token_ids", others, f"wanted none beside {spec.field}")
+        raise InvalidParameterError("stop_token_ids", others, f"wanted none with {spec.field}")
     if model.guides is None:
         wanted = "wanted a server that has a tokenizer and divides no sequence over ranks"
         raise InvalidParameterError(spec.field, spec.value, wanted)
@@ -375,8 +392,7 @@ def _guide(spec: Spec, request: Request, stop_token_ids: frozenset[int]) -> Guid
 def _guided(
     params: DiffusionParams, spec: Spec, guide: Guide, prompt: Sequence[int]
 ) -> DiffusionParams:
-    """Add a guide to the parameters, and check that the answer and the prompt's gaps have room for
-    it.
+    """Add a guide, and check that the answer and the prompt's gaps have room for it.
 
     Filters of single tokens are dropped, because they cannot be combined with a format, and so is
     thinking before the answer. Tokens of a text that break the format become masks.
@@ -406,7 +422,9 @@ def _with_end_of_thinking(params: DiffusionParams, request: Request) -> Diffusio
     if name is None:
         return params
     if "thinking_token_budget" in request.given:
-        wanted = f"wanted token {end}, which ends thinking, beside thinking_token_budget"
+        wanted = (
+            f"wanted token {end}, which ends thinking, to be possible with thinking_token_budget"
+        )
         raise InvalidParameterError(name, request.given[name], wanted)
     return dataclasses.replace(params, thinking_token_budget=None)
 
@@ -421,11 +439,11 @@ def _algorithm(request: Mapping[str, Any], model: ServedModel, spec: Spec | None
             raise InvalidParameterError(
                 "algorithm",
                 algorithm,
-                f"a model of family {model.family.name} wants {in_words(allowed)}",
+                f"a model of family {model.family.name} supports {in_words(allowed)}",
             )
         if algorithm not in usable:
             field = _needs_places(allowed[algorithm], request, spec)
-            wanted = f"wanted {in_words(usable)} beside {field}, as it moves tokens"
+            wanted = f"wanted {in_words(usable)} with {field}, because {algorithm} moves tokens"
             raise InvalidParameterError("algorithm", algorithm, wanted)
         return allowed[algorithm]
     default = allowed[model.default_algorithm]
@@ -504,8 +522,8 @@ def _cache(request: Request) -> str:
     requested = given.get("cache")
     if requested is not None and requested not in algorithm.caches:
         others = [name for name, a in algorithms_for(model.family).items() if requested in a.caches]
-        more = f"; {requested} wants algorithm: {in_words(others)}" if others else ""
-        wanted = f"algorithm {algorithm.name} wants {in_words(algorithm.caches)}{more}"
+        more = f"; {requested} requires algorithm: {in_words(others)}" if others else ""
+        wanted = f"algorithm {algorithm.name} supports {in_words(algorithm.caches)}{more}"
         raise InvalidParameterError("cache", requested, wanted)
     chosen = requested or model.defaults.get("cache")
     if chosen is None and request.values["cache_delay_iter"] < NEVER:
@@ -515,7 +533,7 @@ def _cache(request: Request) -> str:
     is_explicit = requested is not None or given.get("cache_delay_iter", NEVER) < NEVER
     is_alone = cache not in GUIDED_CACHES
     if is_alone and given.get("cfg_scale", 0) > 0 and is_explicit:
-        wanted = f"wanted {in_words(GUIDED_CACHES)} beside cfg_scale, or cfg_scale: 0"
+        wanted = f"wanted {in_words(GUIDED_CACHES)} with cfg_scale, or cfg_scale: 0"
         raise InvalidParameterError("cache", cache, wanted)
     if is_alone and not is_explicit and request.values["cfg_scale"] > 0:
         cache = "none"
@@ -527,21 +545,25 @@ def _cache(request: Request) -> str:
     return cache
 
 
-def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> ScoreRequest:
-    """Check a likelihood request for a prompt, and return it in its internal form.
+def check_score(score: Any, model: ServedModel, prompt: Sequence[int]) -> None:
+    """Check a likelihood request for a prompt.
 
     Raises:
         InvalidParameterError: naming the prompt, or the key of `score`.
     """
     _check_prompt(prompt, model, allow_infill=True)
-    return _score_request(score, model, prompt)
+    _score_request(score, model, prompt)
 
 
 def _check_prompt(prompt: Sequence[int], model: ServedModel, allow_infill: bool) -> None:
     if not prompt:
         raise InvalidParameterError("prompt", [], "wanted at least one token")
-    lowest, highest = min(prompt), max(prompt)
-    if lowest < 0 or highest >= model.vocab_size:
+    try:
+        lowest, highest = min(prompt), max(prompt)
+        is_outside = lowest < 0 or highest >= model.vocab_size
+    except TypeError:  # `LLM` accepts lists of any Python objects
+        raise InvalidParameterError("prompt", prompt, "wanted token ids") from None
+    if is_outside:
         raise InvalidParameterError(
             "prompt",
             lowest if lowest < 0 else highest,

@@ -70,8 +70,9 @@ def edits_of(request: Request) -> Edits | None:
     """
     values, model, revision = request.values, request.model, request.revision
     min_tokens, max_tokens = values["min_tokens"], request.lengths.max_tokens
-    # A revised text keeps its length, unless no token ends an answer or the algorithm changes it.
-    keeps_length = not (values["ignore_eos"] or request.algorithm.edits_length)
+    # A revised text keeps its length, unless no token ends an answer or its length may change.
+    changes_length = request.algorithm.edits_length or values["slack"] > 0
+    keeps_length = not (values["ignore_eos"] or changes_length)
     if revision is not None and keeps_length:
         min_tokens = max(min_tokens, revision.num_before_end(request.end_ids))
     if min_tokens > max_tokens:

@@ -361,7 +361,7 @@ def why_not_served(
     plain = {arch for f in wanted_here if not f.marks for arch in f.architectures}
     marked = {(arch, f.marks) for f in wanted_here for arch in f.architectures if arch not in plain}
     names = sorted(plain | {_with_marks(*one) for one in marked})
-    wanted = f"{given}; {_script(name)} wants {' or '.join(names)}"
+    wanted = f"{given}; {_script(name)} serves {' or '.join(names)}"
     return wanted if served_as is None else f"{wanted}; {_script(served_as)} serves this one"
 
 

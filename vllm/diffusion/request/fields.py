@@ -193,8 +193,7 @@ def named_algorithm(request: Mapping[str, Any], *, is_block_causal: bool) -> str
 def value_of(
     field: Field, given: Mapping[str, Any], algorithm: Algorithm, model: ServedModel
 ) -> Any:
-    """Return the request's value, else the server's if it applies to the algorithm, else our
-    default.
+    """Return the request's value, else the server's if it applies, else our default.
 
     A server-wide value of a parameter whose scale depends on the algorithm (a threshold) applies
     only to the server-wide algorithm, if there is one.
@@ -213,26 +212,29 @@ def value_of(
     return field.default_for(algorithm.name, is_shifted=model.is_shifted)
 
 
-def server_defaults(given: Mapping[str, Any], family: Family | None) -> dict[str, Any]:
+def server_defaults(
+    given: Mapping[str, Any], family: Family | None, also_known: Iterable[str] = ()
+) -> dict[str, Any]:
     """Check the server-wide defaults.
 
     Args:
         given: values under any accepted spelling.
         family: family of the served model; None if it is not known yet, so that only names and
             single values are checked.
+        also_known: names of other settings, for the suggestions about an unknown name.
 
     Raises:
         ServerConfigError: a setting is unknown or unusable.
     """
     try:
-        defaults = canonical(given)
+        defaults = canonical(given, also_known=also_known)
     except InvalidParameterError as error:
         raise ServerConfigError(f"dllm settings: {error}") from None
     for name in defaults:
         if not BY_NAME[name].server_wide:
             allowed = ", ".join(f.name for f in FIELDS if f.server_wide)
             raise ServerConfigError(
-                f"dllm settings: {name} belongs to a request, not to the server; allowed: {allowed}"
+                f"dllm settings: {name} can only be set by requests; allowed: {allowed}"
             )
     if family is None:
         return defaults
@@ -261,7 +263,7 @@ def _check_together(defaults: Mapping[str, Any], algorithms: Mapping[str, Algori
     if cache is not None and cache not in allowed:
         whose = "this model" if name is None else f"algorithm {name}"
         raise ServerConfigError(
-            f"dllm settings: cache: given {cache!r}; {whose} wants {in_words(allowed)}"
+            f"dllm settings: cache: given {cache!r}; {whose} supports {in_words(allowed)}"
         )
     guided = defaults.get("cfg_scale", 0) > 0
     if cache is not None and cache not in GUIDED_CACHES and guided:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.algorithms import ALGORITHMS, stride_of
 from vllm.diffusion.request.request_fields import FIXED_WITH
+from vllm.diffusion.request.revision import SLACK_RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +128,7 @@ def _canvas(request: Request) -> tuple[int, int]:
     if canvas is None:
         if max_tokens is None and request.revision is not None:
             text = len(request.revision.token_ids)
-            max_tokens = max(room, 1) if ends_with_text(request) else text
+            max_tokens = _room_of_text(request, text) if ends_with_text(request) else text
         if max_tokens is None and model.default_max_tokens is not None:
             max_tokens = max(min(model.default_max_tokens, room), 1)
         canvas = _default_canvas(request, max_tokens)
@@ -153,12 +154,22 @@ def _requested_max_tokens(request: Request) -> int | None:
     return None if has_length and is_default else upstreams
 
 
+def _room_of_text(request: Request, length: int) -> int:
+    """Return the most tokens of a text of `length` tokens after it has become longer."""
+    room, slack = max(request.room, 1), 0 if request.revision is None else request.revision.slack
+    if request.algorithm.edits_length:
+        return room
+    return max(min(length + SLACK_RUNS * slack, room), length)
+
+
 def ends_with_text(request: Request) -> bool:
-    """Whether the answer ends where a text ends that the algorithm lengthens and shortens.
+    """Whether the answer ends where a text ends that becomes longer or shorter.
 
     If the request sets a length, masks follow the text.
     """
-    if request.revision is None or not request.algorithm.edits_length:
+    if request.revision is None:
+        return False
+    if not (request.algorithm.edits_length or request.revision.slack):
         return False
     has_length = "gen_length" in request.given or _requested_max_tokens(request) is not None
     return not (has_length or request.values["ignore_eos"])
@@ -324,9 +335,7 @@ def _rows(request: Request) -> int:
 
 
 def _grid_block(request: Request) -> int:
-    """Return a block length that the checkpoint supports; replace an unsuitable server-wide
-    default.
-    """
+    """Return a block length that the checkpoint supports, in place of an unsuitable default."""
     name, model = "block_length", request.model
     block_length: int = request.given.get(name, usual_block(model))
     longest = model.block_length or DEFAULT_BLOCK
@@ -375,9 +384,7 @@ def _block_length(given: int | None, default_length: int, canvas: int, steps: in
 
 
 def _quota_steps(given: int | None, num_blocks: int, default_steps: int) -> int:
-    """Return a multiple of the number of blocks, near the default; refuse a value that is no
-    multiple.
-    """
+    """Return a multiple of the number of blocks, by default near `default_steps`."""
     if given is None:
         nearest = (2 * default_steps + num_blocks) // (2 * num_blocks)
         return max(1, nearest) * num_blocks
@@ -400,9 +407,7 @@ def _near_divisors(number: int, wanted: int, count: int = 8) -> str:
 
 
 def _with_suffix(lengths: Lengths, suffix: Sequence[int], request: Request) -> Lengths:
-    """Lengthen the canvas by a suffix; refuse a suffix that is not visible, does not fit or has
-    gaps.
-    """
+    """Lengthen the canvas by a suffix, or refuse a suffix that it cannot have."""
     model, ids = request.model, request.model.ids
     if model.family.is_block_causal:
         wanted = f"wanted none: a model of family {model.family.name} does not see what follows"

@@ -27,6 +27,11 @@ SEED_BITS = 64
 DRAWN_SEED_BITS = 52
 
 
+def signed_seed(seed: int) -> int:
+    """Return a seed as int64 with the same bits, as generators of PyTorch and kernels require."""
+    return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiffusionParams(RequestFields, AlgorithmParams):
     """Request fields with all defaults filled in, and values that follow from them and the model.
@@ -42,6 +47,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         logit_shift, is_block_causal, has_causal_context, is_strictly_causal, is_open,
             scores_after_filters, scores_clean, counts_masks, completes_prompts: values of the
             family.
+        pad_id: the token behind the end of an answer.
         edit_ids: the tokens that delete and that insert a position.
         forbidden_ids: tokens that are never proposed.
         think_ids: the tokens that begin and end thinking.
@@ -65,6 +71,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
 
     eos_id: int | None = derived(lambda r: r.model.ids.eos)
     eot_id: int | None = derived(lambda r: r.model.ids.eot)
+    pad_id: int | None = derived(lambda r: r.model.ids.pad)
     stop_ids: frozenset[int] = derived(
         lambda r: frozenset() if r.values["ignore_eos"] else r.end_ids
     )
@@ -103,6 +110,23 @@ class DiffusionParams(RequestFields, AlgorithmParams):
         """Size of the units in which exact keys and values depend on each other's tokens."""
         return 1 if self.has_causal_context else self.block_length
 
+    @property
+    def settles_late(self) -> bool:
+        """Whether no position of the answer settles before the last round of a revision."""
+        revision = self.revision
+        return revision is not None and (revision.rounds > 1 or revision.slack > 0)
+
+    def unit_of_cuts(self, length: int) -> int:
+        """Return the granularity at which forwards with an exact cache are cut.
+
+        While no position of the answer is settled, only keys of the prompt are cached. A part of a
+        forward would then be computed and lost, so the forward is whole.
+
+        Args:
+            length: number of positions of the sequence.
+        """
+        return length if self.settles_late else self.block_length
+
     def block_offset(self, prompt_length: int) -> int:
         """Return the number of positions that the first block of the sequence lacks."""
         starts_with_answer = self.block_grid == "answer" and self.score is None
@@ -139,15 +163,11 @@ class DiffusionParams(RequestFields, AlgorithmParams):
 
     @property
     def computes_blocks(self) -> bool:
-        """Whether forward passes of a block, except its first, compute no positions before the
-        block.
-        """
+        """Whether forward passes of a block, except its first, begin at the block."""
         return self.cache in ("prefix", "dual")
 
     def has_fp8_attention(self, length: int) -> bool:
-        """Return whether attention is fp8 in forward passes over all `length` positions of a
-        sequence.
-        """
+        """Whether attention is fp8 in forward passes over a sequence of `length` positions."""
         return self.attention_dtype == "fp8" and length >= self.fp8_attention_from
 
     @property
@@ -188,8 +208,7 @@ class DiffusionParams(RequestFields, AlgorithmParams):
     def answer_end(
         self, tokens: Sequence[int], num_before: int, *, continues: bool = False
     ) -> int | None:
-        """Return how many of the given tokens belong to the answer, or None if the answer
-        continues.
+        """Return how many of the given tokens belong to the answer; None if it continues.
 
         A stop token ends the answer and is its last token; the length limit is checked second.
 

@@ -25,10 +25,11 @@ from vllm.diffusion.request.algorithms import (
 from vllm.diffusion.request.revision import (
     DEFAULT_THRESHOLD,
     MAX_ROUNDS,
+    MAX_SLACK,
     read_spans,
     read_text,
 )
-from vllm.diffusion.request.values import param
+from vllm.diffusion.request.values import MAX_FACTOR, MIN_TEMPERATURE, param
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +49,11 @@ NO_FILTERS: Mapping[str, Any] = MappingProxyType({"min_p": 0.0, "top_k": None, "
 def _cfg_scale(scale: float, request: Request) -> float:
     """Drop a server-wide default that cannot be combined with the cache."""
     return scale if request.cache in GUIDED_CACHES else 0.0
+
+
+def _refused_temperature(temperature: float, request: Request) -> str | None:
+    is_too_low = 0 < temperature < MIN_TEMPERATURE
+    return f"wanted 0, or at least {MIN_TEMPERATURE}" if is_too_low else None
 
 
 def _refused_entropy(is_requested: bool, request: Request) -> str | None:
@@ -126,8 +132,8 @@ def _thinking_budget(budget: int | None, request: Request) -> int | None:
 class RequestFields:
     """Fields of requests, in the order of the documentation.
 
-    Types are those of the decided values. A `ClassVar` has its effect in another attribute of
-    `DiffusionParams`: `edits` or `algorithm`.
+    Each attribute has the type of the resolved value. A `ClassVar` has its effect in another
+    attribute of `DiffusionParams`: `edits` or `algorithm`.
 
     Attributes:
         predicted_token_ids: empty without a prediction.
@@ -143,7 +149,7 @@ class RequestFields:
     """
 
     algorithm: str = param(
-        "the decoding algorithm, which decides what a step commits",
+        "the decoding algorithm, which decides which candidates a step commits",
         default_text="the model's; threshold if a full-attention model gets `threshold`",
         choices=ALGORITHM_NAMES,
         server_wide=True,
@@ -153,7 +159,7 @@ class RequestFields:
         "the same as algorithm: local_leap", default=False, server_wide=True
     )
     remasking: str = param(
-        "score of a candidate, its probability or a random number",
+        "score of a candidate: its probability (low_confidence) or a random number (random)",
         default="low_confidence",
         choices=REMASKING,
         neutral=("low_confidence",),
@@ -162,35 +168,38 @@ class RequestFields:
         applies=lambda a, model: a.can_score_at_random(is_shifted=model.is_shifted),
     )
     cache: str = param(
-        "which keys and values later steps reuse. They are exact on block-causal families and an "
-        "approximation on full-attention families. Approximations: frozen (the prompt's) with "
-        "every algorithm except daedal; prefix and dual with algorithms that fill one block after "
-        "the other, except daedal; delayed with multi_block",
+        "which keys and values later steps reuse. On block-causal families, exact reuses the "
+        "keys and values of finished blocks, which do not change any more. On full-attention "
+        "families every cache is an approximation. frozen reuses the keys and values of the "
+        "prompt, with every algorithm except daedal. prefix and dual work with algorithms that "
+        "fill one block after the other, except daedal. delayed works with multi_block",
         default_text="none; exact for block-causal families",
         choices=CACHES,
         server_wide=True,
         resolve=lambda _, r: r.cache,
     )
     gen_length: int = param(
-        "length of the canvas in tokens; the model computes this many mask tokens, so the length "
-        "changes the answer and is not just a limit",
-        default_text="max_tokens rounded up to whole blocks of 32, at most the server's "
-        "default_gen_length; else 128",
+        "length of the canvas in tokens. On full-attention families the model attends to the "
+        "whole canvas, so the length changes the answer. On block-causal families it only limits "
+        "the answer",
+        default_text="max_tokens rounded up to whole blocks of 32, but at most the server's "
+        "default_gen_length; 128 without max_tokens",
         minimum=1,
         aliases=("output_length",),
         resolve=lambda _, r: r.lengths.canvas,
     )
     max_tokens: int = param(
-        "most tokens of the answer; cuts the answer, not the canvas",
+        "maximum number of tokens of the answer. With gen_length it cuts the answer, not the "
+        "canvas",
         default_text="gen_length",
         minimum=1,
         aliases=("max_new_tokens",),
         resolve=lambda _, r: r.lengths.max_tokens,
     )
     canvas: str = param(
-        "how the canvas gets its length. With fixed it has gen_length tokens; with grow it begins "
-        "with gen_length, or the server's default_gen_length, and grows up to max_tokens while the "
-        "answer has not ended; daedal is the same as algorithm: daedal",
+        "how the canvas gets its length. fixed: it has gen_length tokens. grow: it begins with "
+        "gen_length tokens, or with the server's default_gen_length, and grows up to max_tokens "
+        "while the answer has not ended. daedal: the same as algorithm: daedal",
         default_text="fixed with gen_length; grow if max_tokens exceeds default_gen_length",
         choices=("fixed", "grow", "daedal"),
         neutral=("fixed", "grow"),
@@ -200,67 +209,79 @@ class RequestFields:
         resolve=_canvas,
     )
     canvas_text: ClassVar[str] = param(
-        "text with which the canvas begins, instead of masks; the answer is the text with its "
+        "text with which the canvas begins, instead of masks. The answer is this text with its "
         "unlikely tokens replaced",
         default_text="none",
         read=read_text,
     )
     canvas_token_ids: tuple[int, ...] | None = param(
-        "the same as token ids; mask tokens among them are filled. entropy_bound: the tokens that "
-        "the first canvas begins with, instead of noise; exactly block_length of them",
+        "the same as canvas_text, as token ids. Mask tokens among them are filled. "
+        "entropy_bound: the tokens with which the first canvas begins, instead of noise; exactly "
+        "block_length tokens",
         default_text="none",
         resolve=_canvas_token_ids,
     )
     pinned: ClassVar[list[tuple[int, int]]] = param(
-        "ranges [start, stop] of the text that never change: characters of canvas_text, positions "
-        "of canvas_token_ids. A token with a pinned character is pinned as a whole",
+        "parts of the text that never change, as half-open ranges [start, stop]. The numbers "
+        "count the characters of canvas_text, or the tokens of canvas_token_ids. A token with a "
+        "pinned character is pinned as a whole",
         default_text="none",
         read=read_spans,
     )
     noise: ClassVar[float] = param(
-        "largest share of the text's tokens that are masked again, the least likely first",
+        "maximum share of the text's tokens that are masked again. The least likely tokens are "
+        "masked first",
         default_text="no limit",
         minimum=0,
         maximum=1,
     )
     edit_threshold: ClassVar[float] = param(
-        "only tokens of the text with a smaller probability are masked again",
+        "only tokens of the text whose probability is below this value are masked again",
         default_text=f"{DEFAULT_THRESHOLD:g}; no limit with noise",
         minimum=0,
         maximum=1,
     )
     max_edits: ClassVar[int] = param(
-        "most tokens of the text that may differ in the answer",
+        "maximum number of tokens of the text that may differ in the answer",
         default_text="no limit",
         minimum=0,
     )
     edit_rounds: ClassVar[int] = param(
-        "times that the text is scored, masked and filled; it ends earlier if nothing changes",
+        "maximum number of rounds. Each round scores the text, masks tokens and fills them. A "
+        "round that changes nothing is the last",
         default=1,
         minimum=1,
         maximum=MAX_ROUNDS,
+    )
+    slack: ClassVar[int] = param(
+        "number of masks that are added after every run of tokens that are masked again, so that "
+        "the text may become longer or shorter. If a mask is filled with an end token, it adds "
+        "no text",
+        default=0,
+        minimum=0,
+        maximum=MAX_SLACK,
     )
     return_diff: bool = param(
         "return the unified diff between the text and the answer in the report", default=False
     )
     predicted_text: ClassVar[str] = param(
-        "self_speculation, introspective: the expected text of the answer. As long as the answer "
-        "follows it, its tokens are the drafts. This changes the speed, but, except with "
-        "acceptance ratio, not the answer",
+        "self_speculation, introspective: the expected text of the answer. While the answer "
+        "follows this text, the tokens of the text are the drafts. This changes the speed but "
+        "not the answer, except with acceptance: ratio",
         default_text="none",
         read=read_text,
         uses=lambda a: a.drafts,
         refuse=_refused_prediction,
     )
     predicted_token_ids: tuple[int, ...] = param(
-        "the same as token ids",
+        "self_speculation, introspective: the same as predicted_text, as token ids",
         default_text="none",
         uses=lambda a: a.drafts,
         refuse=_refused_prediction,
         resolve=_predicted_token_ids,
     )
     growth: int = param(
-        "tokens by which a full canvas grows, in whole blocks",
+        "number of tokens by which a full canvas grows, rounded up to whole blocks",
         default=128,
         minimum=1,
         neutral=(128,),
@@ -269,9 +290,9 @@ class RequestFields:
         resolve=lambda _, r: r.lengths.growth,
     )
     steps: int | None = param(
-        "denoising steps for the whole canvas; semi_ar and block-causal families: a multiple of "
-        "the number of blocks; dream: any number; other algorithms: an upper bound",
-        default_text="one per canvas token; unlimited where steps is an upper bound",
+        "number of denoising steps for the whole canvas. semi_ar and block-causal families: a "
+        "multiple of the number of blocks. dream: any number. Other algorithms: an upper bound",
+        default_text="one per canvas token; unlimited if steps is an upper bound",
         minimum=1,
         maximum=MAX_STEPS,
         aliases=("num_denoising_steps",),
@@ -280,9 +301,9 @@ class RequestFields:
         resolve=lambda _, r: r.lengths.steps,
     )
     block_length: int = param(
-        "tokens per block; blocks are filled from left to right. Must divide the canvas, except "
-        "that with full_attn_multi_block and adablock the last block may be shorter and "
-        "block-causal families accept any length",
+        "tokens per block; blocks are filled from left to right. On full-attention families it "
+        "must divide the canvas, except that with full_attn_multi_block, adablock and daedal the "
+        "last block may be shorter. On block-causal families any length is accepted",
         default_text="32 if it divides the canvas, else the whole canvas; block-causal families: "
         "the value of config.json, else 32",
         minimum=1,
@@ -292,9 +313,9 @@ class RequestFields:
         resolve=lambda _, r: r.lengths.block_length,
     )
     block_grid: str = param(
-        "where blocks begin: answer, at the end of the prompt, so that the first block of the "
-        "prompt may be shorter; start, at the first token of the prompt",
-        default_text="answer with A2D models of block diffusion; else start",
+        "where blocks begin. answer: at the end of the prompt, so that the first block of the "
+        "prompt may be shorter. start: at the first token of the prompt",
+        default_text="answer on A2D models of block diffusion, else start",
         choices=("answer", "start"),
         neutral=("start",),
         server_wide=True,
@@ -303,17 +324,20 @@ class RequestFields:
         resolve=_block_grid,
     )
     temperature: float = param(
-        "scale of the Gumbel noise; with dream and on block-causal families except "
-        "diffusion-gemma, divisor of the logits; 0 is greedy",
+        "0 takes the most likely token; above 0 tokens are sampled. The value scales the Gumbel "
+        "noise; with dream, and on block-causal families except diffusion-gemma, it divides the "
+        "logits",
         default=0.0,
         minimum=0,
+        maximum=MAX_FACTOR,
+        refuse=_refused_temperature,
         neutral=(0.0,),
         uses=lambda a: a.draws,
         in_sampling=True,
     )
     min_p: float = param(
-        "with temperature above 0: sample from tokens whose probability is at least this share of "
-        "the highest one; 0 keeps all",
+        "with temperature above 0: sample only tokens whose probability is at least this share "
+        "of the highest probability; 0 keeps all tokens",
         default=0.0,
         minimum=0,
         maximum=1,
@@ -322,8 +346,8 @@ class RequestFields:
         in_sampling=True,
     )
     top_k: int | None = param(
-        "with temperature above 0: sample from the top_k most likely tokens, keeping ties with "
-        "the last; 0 or -1 keeps all",
+        "with temperature above 0: sample only the top_k most likely tokens, and tokens that are "
+        "as likely as the last of them; 0 and -1 keep all tokens",
         default_text="off",
         minimum=-1,
         neutral=(0, -1),
@@ -332,7 +356,7 @@ class RequestFields:
         resolve=lambda k, _: k if k is not None and k > 0 else None,
     )
     top_p: float | None = param(
-        "with temperature above 0: sample from the fewest most likely tokens whose probabilities "
+        "with temperature above 0: sample only the fewest most likely tokens whose probabilities "
         "sum to at least this value",
         default_text="off",
         minimum=0,
@@ -343,27 +367,31 @@ class RequestFields:
         resolve=lambda p, _: None if p == 1 else p,
     )
     repetition_penalty: ClassVar[float] = param(
-        "divides positive logits and multiplies negative logits of tokens in the prompt and of "
-        "committed tokens of the answer",
+        "for tokens in the prompt and committed tokens of the answer: positive logits are "
+        "divided by this value, and negative logits are multiplied by it",
         default=1.0,
+        minimum=1 / MAX_FACTOR,
+        maximum=MAX_FACTOR,
         in_sampling=True,
     )
     presence_penalty: ClassVar[float] = param(
-        "subtracted from the logits of committed tokens of the answer",
+        "subtracted from the logit of every token that is committed in the answer",
         default=0.0,
         minimum=-2,
         maximum=2,
         in_sampling=True,
     )
     frequency_penalty: ClassVar[float] = param(
-        "subtracted from a token's logit once per committed occurrence in the answer",
+        "subtracted from a token's logit once for each time that the token is committed in the "
+        "answer",
         default=0.0,
         minimum=-2,
         maximum=2,
         in_sampling=True,
     )
     logit_bias: ClassVar[dict[int, float]] = param(
-        "numbers that are added to logits, by token id; clipped to -100 to 100",
+        "numbers by token id, which are added to the logits; numbers outside -100 to 100 are "
+        "clipped",
         default_text="none",
         in_sampling=True,
     )
@@ -374,10 +402,11 @@ class RequestFields:
         "the only token ids that the answer may contain", default_text="all", in_sampling=True
     )
     cfg_scale: float = param(
-        "classifier-free guidance; above 0 every step also computes a second sequence with a "
-        "masked prompt",
+        "scale of classifier-free guidance. Above 0 every step also computes a second sequence, "
+        "whose prompt is masked",
         default=0.0,
         minimum=0,
+        maximum=MAX_FACTOR,
         neutral=(0.0,),
         server_wide=True,
         uses=lambda a: not a.is_block_causal,
@@ -394,7 +423,7 @@ class RequestFields:
         needs=("eos", "eot"),
     )
     confidence_dtype: str = param(
-        "precision of the scores; `logits` is that of the model's logits",
+        "precision of the scores; `logits` means the dtype of the model's logits",
         default="float32",
         choices=("float32", "float64", "logits"),
         server_wide=True,
@@ -405,22 +434,25 @@ class RequestFields:
         resolve=lambda _, r: r.model.ids.mask,
     )
     ignore_eos: bool = param(
-        "no token ends the answer; returns the whole canvas", default=False, in_sampling=True
+        "no token ends the answer, and the whole canvas is returned",
+        default=False,
+        in_sampling=True,
     )
     allow_infill: bool = param("also fill mask tokens in the prompt", default=False)
     suffix_ids: tuple[int, ...] = param(
-        "token ids after the canvas; the answer fills the gap between the prompt and them",
+        "token ids after the canvas. The answer fills the gap between the prompt and these tokens",
         default_text="none",
         resolve=lambda ids, _: ids or (),
     )
     fim_template: ClassVar[bool] = param(
-        "/v1/completions and /v1/fim/completions: put prompt and suffix into the prompt, with the "
-        "tokenizer's tokens for fill-in-the-middle, instead of the suffix onto the canvas",
+        "/v1/completions and /v1/fim/completions: write both prompt and suffix into the prompt, "
+        "with the tokenizer's tokens for fill-in-the-middle. Otherwise the suffix is on the "
+        "canvas",
         default=False,
-        refuse=lambda is_asked, _: "wanted it on a route with suffix" if is_asked else None,
+        refuse=lambda is_asked, _: "wanted false, or a route with suffix" if is_asked else None,
     )
     min_tokens: ClassVar[int] = param(
-        "fewest tokens of the answer before a token can end it",
+        "minimum number of tokens of the answer; no token can end it earlier",
         default=0,
         minimum=0,
         in_sampling=True,
@@ -432,8 +464,8 @@ class RequestFields:
         resolve=lambda *_: None,
     )
     stream_canvas: bool = param(
-        "with stream: send an event with the whole canvas, proposals included, after every "
-        "denoising step",
+        "with stream: send an event after every denoising step, with the whole canvas, including "
+        "proposals",
         default=False,
     )
     return_trajectory: bool = param(
@@ -446,16 +478,16 @@ class RequestFields:
         refuse=_refused_entropy,
     )
     complete_blocks: bool = param(
-        "end an answer only when the block of its last token is full; the tokens after that token "
-        "appear only in the trajectory",
+        "end an answer only when the block of its last token is full. The tokens after the last "
+        "token appear only in the trajectory",
         default=False,
     )
     force_single_batch: bool = param(
         "run the request alone in its steps", default=False, server_wide=True, resolve=_single_batch
     )
     attention_dtype: str = param(
-        "number format of attention in forward passes over a whole long sequence: the model's, or "
-        "fp8 (e4m3) on a server started with it",
+        "number format of attention in forward passes over a whole long sequence: the dtype of "
+        "the model (model) or fp8 (e4m3). fp8 requires a server that was started with it",
         default="model",
         choices=("model", "fp8"),
         neutral=("model",),
@@ -464,10 +496,10 @@ class RequestFields:
         refuse=_refused_attention,
     )
     num_speculative_states: int = param(
-        "most draft states per forward pass: predicted later states of the canvas, which the pass "
-        "evaluates together with the current one. Accepted drafts save passes and never change "
-        "the answer. With 0 nothing is drafted. The default on a GPU is 7, and 0 on "
-        "diffusion-gemma",
+        "maximum number of draft states per forward pass. A draft state is a predicted later "
+        "state of the canvas, which the pass evaluates together with the current state. Accepted "
+        "drafts save forward passes and never change the answer. 0 turns drafts off. A server on "
+        "a GPU has the default 7, or 0 for diffusion-gemma",
         default=0,
         minimum=0,
         maximum=MAX_DRAFTS,
@@ -477,8 +509,8 @@ class RequestFields:
         resolve=lambda number, r: 0 if r.has_fp8_attention else number,
     )
     thinking_token_budget: int | None = param(
-        "most tokens of the answer before the token that ends thinking; only for models that "
-        "think (nemotron); -1 is unlimited",
+        "models that think (nemotron): maximum number of tokens of the answer before the token "
+        "that ends thinking; -1 is unlimited",
         default_text="none",
         minimum=-1,
         neutral=(-1,),
@@ -488,14 +520,14 @@ class RequestFields:
         resolve=_thinking_budget,
     )
     priority: int | None = param(
-        "scheduling priority; lower runs first",
+        "scheduling priority; requests with a lower value run first",
         default_text="0",
         minimum=-(2**31),
         maximum=2**31 - 1,
     )
     timeout_s: float | None = param(
-        "seconds after arrival at which an unfinished request ends, queued or running: "
-        "finish_reason abort, or HTTP 504 if nothing was streamed",
+        "seconds after arrival at which an unfinished request ends, whether it waits or runs. It "
+        "ends with finish_reason abort, or with HTTP 504 if nothing was streamed",
         default_text="none",
         minimum=0.001,
         server_wide=True,

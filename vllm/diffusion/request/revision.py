@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 DEFAULT_THRESHOLD = 0.1
 MAX_ROUNDS = 8
+MAX_SLACK = 256  # masks behind a run of masked tokens
+# Runs for whose `slack` a canvas without a given length has room.
+SLACK_RUNS = 2
 
 Span = tuple[int, int]  # first position and last + 1
 
@@ -42,10 +45,11 @@ _BESIDE_A_TEXT = {
     "edit_threshold": None,
     "max_edits": None,
     "edit_rounds": 1,
+    "slack": 0,
     "return_diff": False,
 }
 # Fields that choose tokens by the scores of masked copies.
-_OF_SCORES = ("noise", "edit_threshold", "max_edits", "edit_rounds")
+_OF_SCORES = ("noise", "edit_threshold", "max_edits", "edit_rounds", "slack")
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Revision:
         rounds: times that the text is scored and filled.
         broken: positions that are masks from the beginning, because their tokens break the format
             of the answer.
+        slack: masks added behind every run of tokens that are masked again.
     """
 
     token_ids: tuple[int, ...]
@@ -70,6 +75,7 @@ class Revision:
     max_edits: int | None = None
     rounds: int = 1
     broken: tuple[int, ...] = ()
+    slack: int = 0
 
     @property
     def changes_tokens(self) -> bool:
@@ -123,7 +129,7 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
         _check_family(request, [*names, *limits])
     if not names:
         if limits:
-            wanted = "wanted it beside canvas_text or canvas_token_ids"
+            wanted = "wanted canvas_text or canvas_token_ids with it"
             raise InvalidParameterError(limits[0], given[limits[0]], wanted)
         return None
     _check_others(request, names, spec)
@@ -138,37 +144,45 @@ def revision_of(request: Request, spec: Spec | None) -> Revision | None:
         threshold,
         given.get("max_edits"),
         request.values["edit_rounds"],
+        slack=request.values["slack"],
     )
 
 
 def limits_for(family: Family) -> tuple[str, ...] | None:
-    """Return the fields that limit how much of a text changes; None if no text is revised.
+    """Return the fields that decide how much of a text changes; None if no text is revised.
 
     The family's default algorithm decides them.
     """
-    if not _revises(family):
+    if not revises(family):
         return None
     default = algorithms_for(family)[family.default_algorithm]
     if default.text_rule is None:
-        return ("pinned", "noise", "edit_threshold", "max_edits")
+        return ("pinned", "noise", "edit_threshold", "max_edits", "slack")
     return ("pinned",)
 
 
-def _revises(family: Family) -> bool:
+def revises(family: Family) -> bool:
     """Whether a family's tokens can be scored where they are masked, within their blocks."""
     is_shifted = family.is_block_causal and family.logit_shift > 0
     return not (family.has_causal_context or is_shifted)
 
 
+def families_that_revise() -> str:
+    """Return the names of the families that revise texts, in words."""
+    return in_words(family.name for family in FAMILIES if revises(family))
+
+
 def _check_family(request: Request, names: Sequence[str]) -> None:
     """Refuse what family and algorithm cannot do with a text."""
     given, family, algorithm = request.given, request.model.family, request.algorithm
-    if not _revises(family):
-        able = (f for f in FAMILIES if _revises(f))
-        revise = f"revises no text, but {in_words(f.name for f in able)} do"
+    if not revises(family):
+        revise = f"revises no text, but {families_that_revise()} do"
         wanted = f"wanted none: a model of family {family.name} {revise}"
         raise InvalidParameterError(names[0], given[names[0]], wanted)
     for name in names:
+        if name == "slack" and algorithm.edits_length:
+            wanted = f"wanted 0: {algorithm.name} inserts and deletes tokens itself"
+            raise InvalidParameterError(name, given[name], wanted)
         if algorithm.text_rule is not None and name in _OF_SCORES:
             wanted = f"wanted it left out: {algorithm.name} replaces tokens by editing_threshold"
             raise InvalidParameterError(name, given[name], wanted)
@@ -179,12 +193,27 @@ def _check_others(request: Request, names: Sequence[str], spec: Spec | None) -> 
     if len(names) > 1:
         raise InvalidParameterError(names[0], given[names[0]], f"wanted either it or {names[1]}")
     if spec is not None and request.algorithm.text_rule is not None:
-        raise InvalidParameterError(spec.field, spec.value, f"wanted none beside {names[0]}")
+        raise InvalidParameterError(spec.field, spec.value, f"wanted none with {names[0]}")
+    if request.values["slack"]:
+        _check_slack(request, spec)
     # A trajectory has no form for tokens that move.
-    moving = ("return_trajectory",) if request.algorithm.edits_length else ()
-    for name in ("allow_infill", *moving):
+    has_moves = request.algorithm.edits_length or request.values["slack"]
+    for name in ("allow_infill", *(("return_trajectory",) if has_moves else ())):
         if given.get(name):
-            raise InvalidParameterError(name, given[name], f"wanted false beside {names[0]}")
+            raise InvalidParameterError(name, given[name], f"wanted false with {names[0]}")
+
+
+def _check_slack(request: Request, spec: Spec | None) -> None:
+    """Refuse `slack` where the tokens behind it must keep their positions, or nothing ends it."""
+    given, slack = request.given, request.values["slack"]
+    if request.model.ids.pad is None:
+        raise InvalidParameterError("slack", slack, "wanted 0: the checkpoint has no end token")
+    fixed = spec.field if spec is not None else "suffix_ids" if given.get("suffix_ids") else None
+    if fixed is not None:
+        raise InvalidParameterError("slack", slack, f"wanted 0 with {fixed}")
+    for name in ("complete_blocks", "ignore_eos"):
+        if given.get(name):
+            raise InvalidParameterError(name, given[name], "wanted false with slack")
 
 
 def _tokens(request: Request) -> tuple[tuple[int, ...], Sequence[Span]]:
@@ -244,7 +273,7 @@ def repaired(revision: Revision, spec: Spec, guide: Guide, params: DiffusionPara
     """
     language, tokens = language_from(guide.language), np.array(revision.token_ids)
     if len(tokens) * language.num_states > MAX_CELLS:
-        wanted = f"wanted at most {MAX_CELLS // language.num_states} beside this {spec.field}"
+        wanted = f"wanted at most {MAX_CELLS // language.num_states} with this {spec.field}"
         raise InvalidParameterError("canvas_text", f"{len(tokens)} tokens", wanted)
     can_change = ~revision.is_pinned(len(tokens))
     kinds = np.where(tokens == params.mask_id, FREE, language.class_of_token[tokens])

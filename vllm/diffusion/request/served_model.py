@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.request.algorithms import BLOCK_ALGORITHMS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -27,6 +29,8 @@ class SpecialIds:
         mask: the mask token; `NO_MASK` for families without one.
         eos: end of sequence; None if the checkpoint has none.
         eot: end of turn; None if the tokenizer has none.
+        pad: the token behind the end of an answer, which the model was trained with: the padding
+            token of config.json if it ends answers, else eos.
         stop: every id that ends an answer (eos, eot and the ids of generation_config.json).
         line_ends: ids that end a line, after which adablock may end a block.
         edit: the tokens that delete and insert a position, in families that have them.
@@ -43,6 +47,11 @@ class SpecialIds:
     edit: tuple[int, ...] = ()
     think: tuple[int, ...] = ()
     no_think: str | None = None
+    pad: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pad is None:
+            object.__setattr__(self, "pad", self.eos)
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,10 @@ class ServedModel:
         """Name of the decoding algorithm of a request that names none."""
         name: str = self.defaults.get("algorithm", self.family.default_algorithm)
         return name
+
+    def adapts_drafts(self, algorithm: str) -> bool:
+        """Whether requests with an algorithm have rows that use the adapter for drafts."""
+        return self.has_draft_adapter and BLOCK_ALGORITHMS[algorithm].drafts
 
     @property
     def is_shifted(self) -> bool:

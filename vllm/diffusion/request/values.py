@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.served_model import ServedModel
 
 MAX_BIAS = 100.0  # limit of a logit's bias, as in OpenAI's API
+# Limit of a number that multiplies or divides logits, which would not be finite beyond it.
+MAX_FACTOR = 1_000_000
+# Logits that are divided by a lower temperature would not be finite.
+MIN_TEMPERATURE = 1e-20
 MAX_DIGITS = 18  # digits of a token id
 
 
@@ -144,7 +148,7 @@ def param(doc: str, **description: Any) -> Any:
 
     Args:
         doc: one line for users.
-        description: further attributes of `Field`. Name and kind are those of the attribute.
+        description: further attributes of `Field`. Name and kind come from the attribute.
     """
     return dataclasses.field(metadata={"param": {"doc": doc, **description}})
 

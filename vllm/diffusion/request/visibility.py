@@ -42,6 +42,7 @@ class WindowPart(NamedTuple):
         num_keys, block_length: keys that are read, see `Visibility.seen_by`.
         reads_kept: whether some keys that are read are not computed by the forward pass.
         block_start: as in `core.spans.Span`; -1 if layers compute all rows in the same way.
+        is_tail: whether the rows only draft, with an adapter of their own.
     """
 
     first: int
@@ -50,6 +51,7 @@ class WindowPart(NamedTuple):
     block_length: int
     reads_kept: bool
     block_start: int = -1
+    is_tail: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,7 @@ class Visibility:
         return start + room - room % self.block_length
 
     def parts(self, forward: Forward) -> tuple[WindowPart, ...]:
-        """Split the window of a forward pass into parts with the same visibility; usually one
-        part.
-        """
+        """Split the window into parts with the same visibility, usually one part."""
         return (self.part(forward, forward.window),)
 
     def part(self, forward: Forward, positions: range) -> WindowPart:
@@ -115,8 +115,7 @@ class Visibility:
         return num_keys
 
     def seen_by(self, window: range, num_keys: int) -> tuple[int, int]:
-        """Return the number of keys that a window reads, and 0 if all its queries read all of
-        them.
+        """Return the number of keys that a window reads, and 0 if all its queries read all keys.
 
         Otherwise the second number is the block length. `num_keys` is that of `num_seen`.
         """
@@ -127,8 +126,7 @@ class Visibility:
         return num_keys, self.block_length
 
     def final(self, forward: Forward) -> range:
-        """Return the positions of the window whose keys and values no later forward pass would
-        change.
+        """Return the positions of the window whose keys and values never change again.
 
         Keys from before the window are assumed to be final.
         """

@@ -14,7 +14,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import CATEGORICAL, REMASKING, TOKEN
-from vllm.diffusion.request.params import SEED_BITS
+from vllm.diffusion.request.params import signed_seed
 from vllm.diffusion.sampling.filtering import kind_of, numbers_of, with_numbers
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class LaunchKey(NamedTuple):
         has_greedy: whether the argmax of the noise-free logits is needed.
         dtype: dtype of the scores.
         filters: kind of the filters, without their numbers; None for none.
+        is_traced: whether trajectories need the log probabilities of the candidates.
     """
 
     score: ops.Score
@@ -50,6 +51,7 @@ class LaunchKey(NamedTuple):
     has_greedy: bool
     dtype: torch.dtype
     filters: ops.Filters | None
+    is_traced: bool
 
 
 def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
@@ -80,6 +82,7 @@ def launch_key(group: RowGroup, logits: torch.Tensor) -> LaunchKey | None:
         has_greedy=scoring.greedy,
         dtype=dtype,
         filters=None if filters is None else kind_of(filters),
+        is_traced=group.params.return_trajectory,
     )
 
 
@@ -164,7 +167,7 @@ def _parameters(
         {
             "temperature": ([g.params.temperature for g in groups], np.float64),
             "seed": (
-                [_signed(g.seed) if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
+                [signed_seed(g.seed) if n else 0 for g, n in zip(groups, needs_seed, strict=True)],
                 np.int64,
             ),
             "step": (
@@ -217,8 +220,3 @@ def spread(
 def bits_of(tokens: tuple[int, ...], columns: tuple[int, ...]) -> int:
     """Return a bit mask of the columns of `tokens`."""
     return sum(1 << columns.index(token) for token in set(tokens))
-
-
-def _signed(seed: int) -> int:
-    """Return the bit pattern of a seed as int64."""
-    return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed

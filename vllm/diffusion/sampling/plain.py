@@ -57,18 +57,21 @@ def sample_plain(
     most_likely = partial(
         ops.most_likely, logits, first_column=first_column, whole_rows=whole_rows, dtype=dtype
     )
-    noisy, excluded = logits, group.excluded
+    counted = tuple(token - first_column for token in group.counted if token in columns)
+    # Counted tokens are never chosen, but `logits` keeps their probability.
+    noisy = allowed = ops.without_columns(logits, counted)
+    excluded = group.excluded
     if params.temperature > 0:
         # Argmax of exp(l) / (-log U)^t in the log domain; float64 as in the reference.
         u = ops.philox_uniform(group.seed, TOKEN, group.step, group.positions, columns)
-        noisy = logits.double() - params.temperature * torch.log(-torch.log(u))
+        noisy = allowed.double() - params.temperature * torch.log(-torch.log(u))
     if filters is not None:
         removed = ~ops.kept_columns(logits, params.temperature, filters)
         noisy = noisy.masked_fill(removed, -torch.inf)
     tokens, scores = most_likely(noisy, excluded=excluded)
     greedy = tokens
     if scoring.greedy and params.temperature > 0:
-        greedy, _ = most_likely(logits, excluded=())
+        greedy, _ = most_likely(allowed, excluded=())
     if params.remasking == "random":
         u = ops.philox_uniform(group.seed, REMASKING, group.step, group.positions, range(1))
         # If entropies are compared, the random number replaces the entropy.

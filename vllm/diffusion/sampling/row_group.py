@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.diffusion import ops
-    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.scoring import CandidateScoring
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.request.params import DiffusionParams
     from vllm.diffusion.sampling.editing import RowEdits

@@ -23,9 +23,9 @@ from vllm.diffusion.sampling.row_group import pieces_of
 from vllm.diffusion.sampling.traced import candidate_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from vllm.diffusion.core.buffers import Buffers
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.sampling.row_group import LogitsModel, RowGroup
 
 
@@ -37,32 +37,26 @@ COPIES_BYTES = 128 << 20  # bytes of the rows that are copied at a time
 
 def sample(
     model: LogitsModel,
-    parts: Iterable[tuple[torch.Tensor, Sequence[RowGroup]]],
+    hidden: torch.Tensor,
+    groups: Sequence[RowGroup],
     buffers: Buffers | None = None,
 ) -> Samples[torch.Tensor]:
-    """Sample all groups and return their candidates, concatenated.
+    """Sample rows and return their candidates, on the model's device.
 
     Args:
         model: final norm and output head.
-        parts: hidden states [r, D] after the last layer and the groups of these rows, one after
-            another. The logits of only one part exist at a time, if they are stored at all.
+        hidden: [r, D], hidden states after the last layer.
+        groups: the requests of these rows, one after another.
         buffers: memory of normed rows and logits; None allocates.
-
-    Returns:
-        The candidates of all rows, on the model's device.
     """
-    samples = []
-    for hidden, groups in parts:
-        normed = model.final_norm(hidden, buffers)
-        if model.head_matrix is not None:
-            whole = sample_in_head(normed, groups, model.head_matrix)
-            if whole is not None:
-                samples.append(Samples.of(whole))
-                continue
-        logits = model.compute_logits(normed, buffers)
-        for run, key in _runs(groups, logits, _rows_at_a_time(model, BYTES_OF_EDITS)):
-            samples.append(_sample_run(logits, run, key, model))
-    return Samples.joined(samples)
+    normed = model.final_norm(hidden, buffers)
+    if model.head_matrix is not None:
+        whole = sample_in_head(normed, groups, model.head_matrix)
+        if whole is not None:
+            return Samples.of(whole)
+    logits = model.compute_logits(normed, buffers)
+    runs = _runs(groups, logits, _rows_at_a_time(model, BYTES_OF_EDITS))
+    return Samples.joined([_sample_run(logits, run, key, model) for run, key in runs])
 
 
 def _runs(
@@ -71,8 +65,7 @@ def _runs(
     """Yield neighbouring groups that one launch serves, with its key.
 
     Guided groups, groups that are sampled alone and groups without a key form separate runs. Groups
-    with edits share runs with each other, up to the number of rows that are copied at a time. So do
-    groups with trajectories.
+    with edits share runs with each other, up to the number of rows that are copied at a time.
     """
     run: list[RowGroup] = []
     key: LaunchKey | None = None
@@ -82,7 +75,6 @@ def _runs(
             last = run[-1]
             is_guided = group.unconditional_rows is not None or last.unconditional_rows is not None
             is_other = new is None or new != key or (group.edits is None) != (last.edits is None)
-            is_other |= group.params.return_trajectory != last.params.return_trajectory
             is_long = group.edits is not None and group.rows.stop - run[0].rows.start > most_edited
             if is_other or is_guided or is_long or last.rows.stop != group.rows.start:
                 yield run, key
@@ -147,7 +139,7 @@ def _draw(
     lead = run[0]
     if key is not None:
         samples = sample_fused(logits, run, key, model.vocab_start, model.vocab_size)
-        if not lead.params.return_trajectory:
+        if not key.is_traced:
             return Samples.of(samples)
         traced = candidate_logprobs(logits, run, samples, model.vocab_start, model.vocab_size)
         return Samples.of(samples, [traced])

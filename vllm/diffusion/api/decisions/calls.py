@@ -90,12 +90,14 @@ class DecisionsFields(BaseModel):
     state: Any = Field(None, description="System One's body: what the questions are about")
     questions: Any = Field(
         None,
-        description="1 to 400 questions: a list of predicate, choice and score beside input; an "
-        "object of noul, choice and score by id beside state",
+        description="1 to 400 questions: with input, a list of predicate, choice and score; with "
+        "state, an object of noul, choice and score by id",
         json_schema_extra={"anyOf": [{"type": "array"}, {"type": "object"}]},
     )
-    instructions: Any = Field(None, description="System One's body: text ahead of the questions")
-    cache_salt: Any = Field(None, description="part of the hash of cached keys and values")
+    instructions: Any = Field(None, description="System One's body: text before the questions")
+    cache_salt: Any = Field(
+        None, description="separates cached keys and values: it is a part of their hash"
+    )
 
 
 DecisionsBody = create_model(
@@ -134,7 +136,7 @@ class DecisionCall(NamedTuple):
     Attributes:
         is_openai: whether the body is OpenAI's.
         state: the text that the questions are about.
-        instructions: text ahead of the questions, in System One's body.
+        instructions: text before the questions, in System One's body.
         questions: the questions, in order.
         values: the parameters of `PARAMETERS` that are given.
         cache_salt: part of the hash of pages, if given.

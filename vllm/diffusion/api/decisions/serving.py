@@ -116,7 +116,7 @@ class DecisionsHandler:
             )
             for number, item in enumerate(call.questions)
         ]
-        report = _report(reading, options, call, is_calibrated)
+        report = _report(reading, options, is_calibrated)
         content = self._openai if call.is_openai else self._system_one
         return {**content(results, reading, request_id), "diffusion": report}
 
@@ -302,9 +302,7 @@ def _openai_answer(result: _Result) -> dict[str, Any]:
     }
 
 
-def _report(
-    reading: Reading, options: ReadOptions, call: DecisionCall, is_calibrated: bool
-) -> dict[str, Any]:
+def _report(reading: Reading, options: ReadOptions, is_calibrated: bool) -> dict[str, Any]:
     """Return how a call was read."""
     num_orders = len(reading.orders)
     is_joint = options.is_joint

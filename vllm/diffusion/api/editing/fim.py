@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.diffusion.api.bodies import is_whole
 from vllm.diffusion.api.openai.openai_protocol import CompletionBody
 from vllm.diffusion.api.schema import body_class
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -41,14 +42,10 @@ def check(body: dict[str, Any]) -> None:
     if suffix is not None and not isinstance(suffix, str):
         raise InvalidParameterError("suffix", suffix, "wanted a string")
     max_tokens, top_k = body.get("max_tokens"), body.get("top_k")
-    if max_tokens is not None and not _is_whole(max_tokens, 1, MAX_TOKENS):
+    if max_tokens is not None and not is_whole(max_tokens, 1, MAX_TOKENS):
         raise InvalidParameterError("max_tokens", max_tokens, f"wanted 1 to {MAX_TOKENS}")
-    if top_k is not None and top_k != -1 and not _is_whole(top_k, 1, MAX_TOP_K):
+    if top_k is not None and top_k != -1 and not is_whole(top_k, 1, MAX_TOP_K):
         raise InvalidParameterError("top_k", top_k, f"wanted -1, or 1 to {MAX_TOP_K}")
-
-
-def _is_whole(value: Any, lowest: int, highest: int) -> bool:
-    return type(value) is int and lowest <= value <= highest
 
 
 def _read(body: dict[str, Any]) -> dict[str, Any]:

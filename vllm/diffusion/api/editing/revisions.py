@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.api.bodies import is_whole
 from vllm.diffusion.api.openai.openai_protocol import ChatCompletionBody
 from vllm.diffusion.api.schema import body_class
 from vllm.diffusion.api.validator import RequestRefused
@@ -18,6 +19,7 @@ from vllm.diffusion.editing.differences import Edit
 from vllm.diffusion.editing.merge import merged
 from vllm.diffusion.editing.regions import Region
 from vllm.diffusion.editing.tags import TagError, lines_around, read_apply, read_edit
+from vllm.diffusion.request.revision import MAX_SLACK
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 EDIT, APPLY = "edit.completion", "apply.completion"
 MAX_TOKENS = 8192
 DEFAULT_EDIT_TOKENS = 1024
-# Masks at the cursor, which the model may leave empty.
-DEFAULT_SLACK, MAX_SLACK = 16, 256
+# Masks at the cursor and behind masked tokens, which the model may leave empty.
+DEFAULT_SLACK = 16
 # Lines around the cursor's line that may change.
 LINES_ABOVE, LINES_BELOW = 2, 5
 
@@ -64,14 +66,10 @@ def check(body: Mapping[str, Any]) -> None:
     if body.get("n", 1) not in (None, 1):
         raise InvalidParameterError("n", body["n"], "wanted 1")
     max_tokens, slack = body.get("max_tokens"), body.get("slack")
-    if max_tokens is not None and not _is_whole(max_tokens, 1, MAX_TOKENS):
+    if max_tokens is not None and not is_whole(max_tokens, 1, MAX_TOKENS):
         raise InvalidParameterError("max_tokens", max_tokens, f"wanted 1 to {MAX_TOKENS}")
-    if slack is not None and not _is_whole(slack, 0, MAX_SLACK):
+    if slack is not None and not is_whole(slack, 0, MAX_SLACK):
         raise InvalidParameterError("slack", slack, f"wanted 0 to {MAX_SLACK}")
-
-
-def _is_whole(value: Any, lowest: int, highest: int) -> bool:
-    return type(value) is int and lowest <= value <= highest
 
 
 def user_message(body: Mapping[str, Any]) -> tuple[int, str]:
@@ -112,20 +110,25 @@ class RevisionHandler:
             RequestRefused: HTTP 400, naming the field.
         """
         try:
+            self._validator.refuse_revisions("/v1/edit/completions")
             call = _read(read_edit, body)
             limit = body.get("max_tokens") or DEFAULT_EDIT_TOKENS
             inserts = self._validator.inserts_tokens(body.get("algorithm"))
             slack = body.get("slack", 0 if inserts else DEFAULT_SLACK)
             if inserts and slack:
                 raise InvalidParameterError("slack", slack, "wanted 0: the model inserts tokens")
+            # The answer ends where the text ends, which may become longer or shorter.
+            moves = inserts or (slack and self._validator.scores_texts(body.get("algorithm")))
             region = self._region(call.region, call.cursor, slack, limit, _content_field(body))
             fields = {
                 "canvas_token_ids": region.token_ids,
                 "pinned": _pinned(region, call.cursor),
                 # End tokens among the region's tokens add no text.
-                "ignore_eos": not inserts,
-                "max_tokens": None if inserts else len(region.token_ids),
+                "ignore_eos": not moves,
+                "max_tokens": None if moves else len(region.token_ids),
             }
+            if moves and not inserts:
+                fields["slack"] = slack
         except InvalidParameterError as error:
             raise RequestRefused(error) from None
         answer = await self._ask(body, _EDIT_TASK, call.context, fields, raw_request)

@@ -22,7 +22,8 @@ from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.diffusion.request.decision import attach
 from vllm.diffusion.request.fields import BY_NAME
-from vllm.diffusion.request.params import SEED_BITS
+from vllm.diffusion.request.params import SEED_BITS, signed_seed
+from vllm.diffusion.request.values import MAX_FACTOR
 from vllm.diffusion.request.values import Field as Parameter
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -80,6 +81,7 @@ PARAMETERS: tuple[Parameter, ...] = (
         "masked context",
         default=0.0,
         minimum=0,
+        maximum=MAX_FACTOR,
         aliases=("cfg_scale",),
     ),
     Parameter(
@@ -267,9 +269,7 @@ class LikelihoodHandler:
         )
 
     def _check_size(self, num_tokens: int, num_samples: int) -> None:
-        """Refuse a sequence longer than the model's limit, or samples with too many tokens in
-        total.
-        """
+        """Refuse a sequence longer than the model's limit, or samples with too many tokens."""
         longest = self._engine.model_config.max_model_len
         if num_tokens > longest:
             wanted = f"wanted at most {longest} tokens, the server's max_model_len"
@@ -334,7 +334,7 @@ def _maskings(
     if masks is not None:
         for name in ("mc_num", "batch_size", "seed"):
             if name in values:
-                raise InvalidParameterError(name, values[name], "wanted it left out beside masks")
+                raise InvalidParameterError(name, values[name], "wanted masks without it")
         return None, _given_maskings(masks, length)
     mc_num, seed = values.get("mc_num", 128), values.get("seed", 1234) % 2**SEED_BITS
     default = next(n for n in range(min(mc_num, DEFAULT_BATCH_SIZE), 0, -1) if mc_num % n == 0)
@@ -344,7 +344,7 @@ def _maskings(
     # Every sample masks the only token.
     if length == 1:
         return seed, [(0,)]
-    return seed, draw_maskings(length, mc_num, batch_size, _signed(seed))
+    return seed, draw_maskings(length, mc_num, batch_size, signed_seed(seed))
 
 
 def _given_maskings(masks: Any, length: int) -> list[Masking]:
@@ -359,8 +359,3 @@ def _given_maskings(masks: Any, length: int) -> list[Masking]:
         if len(set(masked)) < len(masked):
             raise InvalidParameterError("masks", masked, "wanted every position once")
     return [tuple(sorted(masked)) for masked in masks]
-
-
-def _signed(seed: int) -> int:
-    """Convert a seed to int64 with the same bit pattern, as PyTorch's generator requires."""
-    return seed - 2**SEED_BITS if seed >> (SEED_BITS - 1) else seed

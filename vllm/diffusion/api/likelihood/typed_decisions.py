@@ -165,8 +165,7 @@ class SequenceTooLong(Exception):
 
 
 class BlockStrategy(NextTokenStrategy):
-    """Strategy of block-causal families: one sequence per question, scored at its first reply
-    token.
+    """Strategy of block-causal families: a sequence per question, scored at its first token.
 
     The sequence is that of the first forward pass of an answer, with masks up to the end of the
     block.

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.diffusion.adapters.peft_files import is_below
 from vllm.diffusion.api.adapter_requests import refusal_in
 from vllm.diffusion.core.errors import AdapterError
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -57,7 +58,9 @@ class AdapterModels(OpenAIServingModels):
                 )
                 await self._install(adapter)
             except AdapterError as error:
-                return _refused(str(error), "lora_path" if "lora_path" in str(error) else None)
+                field = str(error).partition(": ")[0]
+                is_of_body = field in ("lora_name", "is_3d_lora_weight")
+                return _refused(str(error), field if is_of_body else "lora_path")
             adapter.load_inplace = False
             if base_model_name is not None and self.is_base_model(base_model_name):
                 adapter.base_model_name = base_model_name
@@ -105,11 +108,15 @@ class AdapterModels(OpenAIServingModels):
         for field in ("lora_name", "lora_path"):
             if not getattr(request, field):
                 raise AdapterError(f"{field}: given ''; wanted text")
+        if not name.isprintable():  # it is written to logs and error messages
+            raise AdapterError(
+                f"lora_name: given {name!r}; wanted a name without control characters"
+            )
         if self.reader is None:
             raise AdapterError(f"lora_name: given {name!r}; wanted none: start with enable_lora")
         if self.is_base_model(name):
             raise AdapterError(
-                f"lora_name: given {name!r}; wanted another name: it is that of the served model"
+                f"lora_name: given {name!r}; wanted another name: the served model has it"
             )
         if name in self.lora_requests and not request.load_inplace:
             raise AdapterError(
@@ -122,12 +129,11 @@ class AdapterModels(OpenAIServingModels):
             )
 
     def _check_files(self, name: str, path: str) -> None:
-        if self.adapter_root is not None:
+        if self.adapter_root is not None and not is_below(path, self.adapter_root):
             root = Path(self.adapter_root).resolve()
-            if not Path(path).expanduser().resolve().is_relative_to(root):
-                raise AdapterError(
-                    f"lora_path: given {path!r}; wanted a folder below adapter_root {root}"
-                )
+            raise AdapterError(
+                f"lora_path: given {path!r}; wanted a folder below adapter_root {root}"
+            )
         assert self.reader is not None
         self.reader.check(name, path)
 

@@ -72,7 +72,7 @@ class EchoClient:
         """
         prompt = list(engine_input["prompt_token_ids"])
         if len(prompt) > MAX_PROMPT_TOKENS:
-            wanted = f"wanted at most {MAX_PROMPT_TOKENS} tokens beside echo and logprobs"
+            wanted = f"wanted at most {MAX_PROMPT_TOKENS} tokens with echo and logprobs"
             raise RequestRefused(InvalidParameterError("prompt", len(prompt), wanted))
         queries = queries_of(prompt, self._validator, sampling.prompt_logprobs or 0)
         self._score_client.check(queries, self._terms)

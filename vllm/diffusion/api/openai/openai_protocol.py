@@ -182,7 +182,9 @@ def prepare(
     tools = requested_tools(request) if isinstance(request, ChatCompletionRequest) else None
     if tools is not None:
         if spec is not None:
-            raise InvalidParameterError("tools", list(tools.parameters), f"not beside {spec.field}")
+            raise InvalidParameterError(
+                "tools", list(tools.parameters), f"wanted none with {spec.field}"
+            )
         spec = spec_of_tools(tools)
         # Upstream then parses no calls, but still passes the tools to the template.
         request.tool_choice = "none"
@@ -301,7 +303,7 @@ def _check_logprobs(request: Any, model_config: Any) -> None:
         return
     if request.logprobs:
         raise InvalidParameterError(
-            "echo", True, "wanted false beside logprobs, or POST /v1/completions"
+            "echo", True, "wanted false with logprobs, or POST /v1/completions"
         )
     # With echo, upstream would request the log probabilities of the prompt.
     request.top_logprobs = None

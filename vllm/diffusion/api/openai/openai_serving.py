@@ -82,8 +82,10 @@ class Diffusion:
         """
         try:
             self.refuse_template(request)
-            template = self.template_of(request)
+            template, suffix = self.template_of(request), getattr(request, "suffix", None)
             prepare(request, self.model_config, template, self.default_sampling_params)
+            if suffix and "suffix_ids" in request.vllm_xargs:
+                self.validator.refuse_suffix(suffix)
             given = request.vllm_xargs.get(SPEC)
             spec = None if given is None else unpacked(given)
         except InvalidParameterError as error:

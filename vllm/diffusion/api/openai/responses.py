@@ -65,7 +65,7 @@ class DiffusionServingResponses(Diffusion, OpenAIServingResponses):
             tools = _requested_tools(request)
             if tools is not None:
                 if spec is not None:
-                    wanted = "wanted none beside a format of the answer"
+                    wanted = "wanted none with a format of the answer"
                     raise InvalidParameterError("tools", list(tools.parameters), wanted)
                 spec = spec_of_tools(tools)
                 request.vllm_xargs[SPEC] = packed(spec)

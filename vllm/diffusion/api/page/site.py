@@ -57,9 +57,10 @@ class Status:
         """
         if self._question is None:
             self._question = asyncio.ensure_future(self._engine.collective_rpc("status"))
-        done, _ = await asyncio.wait([self._question], timeout=_PATIENCE_S)
-        if done:
-            question, self._question = self._question, None
+        question = self._question
+        done, _ = await asyncio.wait([question], timeout=_PATIENCE_S)
+        if done and question is self._question:  # other callers may wait for the same query
+            self._question = None
             self._answer, *_ = question.result()
             self._answered_at = time.time()
         waiting = metrics.waiting()

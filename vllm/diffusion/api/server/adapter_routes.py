@@ -65,13 +65,13 @@ def install(state: Any, validator: Validator) -> None:
 
 
 async def choose(state: Any, body: Mapping[str, Any]) -> None:
-    """Set the adapter of a request by its body, on a server with adapters.
+    """Set the adapter of a request by its body.
 
     Raises:
         VLLMNotFoundError: HTTP 404, for a model that is not served.
     """
     models = getattr(state, "openai_serving_models", None)
-    if isinstance(models, AdapterModels) and models.reader is not None:
+    if isinstance(models, AdapterModels):
         await choose_model(models, body.get("model"))
 
 

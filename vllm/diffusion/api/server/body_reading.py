@@ -117,12 +117,20 @@ def max_text_length(engine: Any) -> int:
 def fault_of(cause: BaseException | None) -> InvalidParameterError | None:
     """Return the error of a body from the JSON parser's exception, or None if it is unknown."""
     given: Any
-    if isinstance(cause, RecursionError):
+    if isinstance(cause, RecursionError) and "JSON" in str(cause):
         given, wanted = "JSON that is nested too deeply", "wanted less depth, a few hundred levels"
     elif isinstance(cause, UnicodeDecodeError):
         given, wanted = f"byte {cause.object[cause.start]:#04x} at {cause.start}", "wanted UTF-8"
+    elif isinstance(cause, json.JSONDecodeError):
+        return no_json(cause.msg, cause.pos)
     elif isinstance(cause, ValueError) and "digits" in str(cause):
         given, wanted = "a number with thousands of digits", "wanted numbers of 64 bits"
     else:
         return None
     return InvalidParameterError("body", given, wanted)
+
+
+def no_json(reason: str, position: int) -> InvalidParameterError:
+    """Return the error of a body that is not JSON from a position on, counted in characters."""
+    wanted = f"wanted JSON: {reason} after {position} characters"
+    return InvalidParameterError("body", "no JSON", wanted)

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 DESCRIPTION = (
-    "Serve a language model over HTTP. --help=Diffusion shows the options of diffusion language "
-    "models, --help=all every option, --help=max-model-len one."
+    "Serve a language model over HTTP. --help=Diffusion lists the options of diffusion language "
+    "models, --help=all lists all options, and --help=max-model-len explains one option."
 )
 NO_MODEL = (
-    "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; for a try without a "
-    "download: scripts/make_tiny_model.py makes models/llada-tiny"
+    "wanted a checkpoint: a folder, or a name on the Hugging Face Hub; without a download: "
+    "scripts/make_tiny_model.py creates models/llada-tiny"
 )
 
 
@@ -105,24 +105,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--dllm-algorithm",
         metavar="NAME",
-        help=f"decoding algorithm: {', '.join(ALGORITHMS)}; of block-causal models: "
-        f"{', '.join(BLOCK_ALGORITHMS)}",
+        help="default decoding algorithm of requests. Full-attention models: "
+        f"{', '.join(ALGORITHMS)}. Block-causal models: {', '.join(BLOCK_ALGORITHMS)}",
     )
     group.add_argument(
         "--dllm-algorithm-config",
         metavar="FILE.yaml",
-        help="parameters of requests, one `name: value` a line",
+        help="file with default parameters of requests, one `name: value` per line",
     )
     group.add_argument(
         "--sequence-parallel-size",
         metavar="RANKS",
         type=int,
-        help="GPUs that divide the rows of long steps, each with the same weights",
+        help="number of GPUs that share the rows of long steps; each holds all weights",
     )
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="give an answer the same bits alone and next to other requests",
+        help="compute the same bits for a request, whether it runs alone or with other requests",
     )
     group.add_argument(
         "--version",
@@ -131,12 +131,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="print the versions of Mosaic and vLLM",
     )
     group.add_argument(
-        "--no-page", action="store_true", help="serve no web page at / and /status, only the API"
+        "--no-page",
+        action="store_true",
+        help="serve only the API, without the web pages at / and /status",
     )
     group.add_argument(
         "--family",
         metavar="NAME",
-        help=f"refuse a checkpoint of another family: {', '.join(families.SERVED_AS)}",
+        help=f"refuse checkpoints of other families; one of: {', '.join(families.SERVED_AS)}",
     )
 
 
@@ -156,7 +158,7 @@ def check_arguments(args: Namespace) -> None:
         )
     if args.lora_modules and not args.enable_lora:
         given = " ".join(f"{module.name}={module.path}" for module in args.lora_modules)
-        raise ServerConfigError(f"lora_modules: given {given}; wanted enable_lora beside it")
+        raise ServerConfigError(f"lora_modules: given {given}; wanted enable_lora, too")
     if args.chat_template is not None:
         _check_template(args.chat_template)
 

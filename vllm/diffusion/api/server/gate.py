@@ -69,8 +69,7 @@ class Refusal(NamedTuple):
 
 
 class Gate:
-    """ASGI middleware that checks API key, origin, shutdown, priority and body size, in this
-    order.
+    """ASGI middleware that checks key, origin, shutdown, priority and body size, in this order.
 
     Args:
         lifecycle: decides when no requests are accepted any more.

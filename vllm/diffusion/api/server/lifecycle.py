@@ -167,7 +167,7 @@ class Lifecycle:
         if self._engine.errored and not (self._is_draining or self._is_lost):
             # The engine was on another host, or failed with an error that it has logged.
             self._is_lost = True
-            logger.error("an engine is gone: the server ends with status 1")
+            logger.error("an engine has ended: the server exits with status 1")
         drains = not self._is_draining and not self._is_on_loop()
         self._is_draining = True
         if not drains:
@@ -203,7 +203,7 @@ class Lifecycle:
         self._end_requests_with(EngineDeadError())
         # Otherwise upstream's first process reports it.
         if multiprocessing.parent_process() is None:
-            logger.error("%s (process %d) is gone: the server ends with status 1", title, pid)
+            logger.error("%s (process %d) has ended: the server exits with status 1", title, pid)
         if upstream_envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
             return
         # Upstream would let the other engines finish their requests.
@@ -227,7 +227,7 @@ class Lifecycle:
         if self._num_open:
             logger.info("shutting down: %d requests have %g s left", self._num_open, timeout)
         if not await self._is_idle_within(timeout):
-            logger.warning("shutting down: %d requests are cut off", self._num_open)
+            logger.warning("shutting down: %d requests are aborted", self._num_open)
             requests = self._engine.output_processor
             self._tell_requests(GracefulHTTPError(LEAVING, HTTPStatus.SERVICE_UNAVAILABLE))
             await self._engine.abort(list(requests.request_states), internal=True)

@@ -9,6 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from fastapi import HTTPException as FastAPIError
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -22,7 +23,7 @@ from vllm.diffusion.api.validator import RequestRefused
 from vllm.diffusion.core.errors import InvalidParameterError
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
-from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.exceptions import VLLMError, VLLMNotFoundError, VLLMValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,14 +33,21 @@ if TYPE_CHECKING:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 
+_TYPES = {HTTPStatus.BAD_REQUEST: "BadRequestError", HTTPStatus.NOT_FOUND: "NotFoundError"}
+
+
 def install(app: FastAPI) -> None:
     """Install the exception handlers of this module on `app`, in place of upstream's."""
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(VLLMValidationError, _refused_by_upstream)
     app.add_exception_handler(ValidationError, _invalid_later)
-    app.add_exception_handler(HTTPException, _no_such_route)
+    for raised in (HTTPException, FastAPIError):  # upstream has a handler for the second
+        app.add_exception_handler(raised, _http_error)
     app.add_exception_handler(RequestTimedOut, _late)
+    app.add_exception_handler(VLLMNotFoundError, _not_found)
+    for unreadable in (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        app.add_exception_handler(unreadable, _unreadable)
     for kind in (VLLMError, Exception):
         handler = app.exception_handlers.get(kind)
         if handler is not None:
@@ -98,6 +106,22 @@ async def _late(raw_request: Request, error: Exception) -> Response:
     return answer(raw_request, response)
 
 
+async def _not_found(raw_request: Request, error: Exception) -> Response:
+    """Answer with the field that the message names, which upstream leaves out."""
+    response = create_error_response(error)
+    field, colon, _ = str(error).partition(": given ")
+    response.error.param = field if colon else None
+    return answer(raw_request, response)
+
+
+async def _unreadable(raw_request: Request, error: Exception) -> Response:
+    """Answer an error of the JSON parser, from a route that parses the body itself."""
+    fault = body_reading.fault_of(error)
+    if fault is None:  # not an error of the JSON parser
+        raise error
+    return await _refused(raw_request, RequestRefused(fault))
+
+
 async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> Response:
     """Answer with upstream's handler; on Anthropic's routes convert the answer to their form."""
     response: Response = await handler(raw_request, error)
@@ -107,12 +131,14 @@ async def _as_upstream(handler: Any, raw_request: Request, error: Exception) -> 
     return JSONResponse(of_anthropic(content, response.status_code), response.status_code)
 
 
-async def _no_such_route(raw_request: Request, error: Exception) -> Response:
+async def _http_error(raw_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    # FastAPI's message for an unreadable body is generic, so the cause is answered instead.
-    cause = error.__cause__
+    # Messages about an unreadable body are generic, so the cause is answered instead.
+    cause = error.__cause__ or error.__context__
     if isinstance(cause, RequestRefused):
         return await _refused(raw_request, cause)
+    if isinstance(cause, ValidationError):
+        return await _invalid_later(raw_request, cause)
     fault = body_reading.fault_of(cause)
     if fault is not None:
         return await _refused(raw_request, RequestRefused(fault))
@@ -124,8 +150,8 @@ async def _no_such_route(raw_request: Request, error: Exception) -> Response:
         message = f"path: given {path!r}; wanted {wanted}"
     if message == status.phrase and status == HTTPStatus.METHOD_NOT_ALLOWED:
         wanted = headers.get("Allow", "another method")
-        message = f"method: given {raw_request.method!r}; {path} wants {wanted}"
-    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else status.phrase
+        message = f"method: given {raw_request.method!r}; {path} accepts {wanted}"
+    kind = _TYPES.get(status, status.phrase)
     return answer(raw_request, create_error_response(message, kind, status), headers)
 
 
@@ -161,8 +187,7 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
             given = given.get(field) if isinstance(given, dict) else given
             return InvalidParameterError(field, given, " ".join(str(cause.args[0]).split()))
     if errors[0]["type"] == "json_invalid":
-        wanted = f"wanted JSON: {errors[0]['ctx']['error']}"
-        return InvalidParameterError("body", "no JSON", wanted)
+        return body_reading.no_json(errors[0]["ctx"]["error"], errors[0]["loc"][-1])
     alike = _of_the_same_kind(errors)
     if all(error["type"] == "missing" and _path(error) for error in alike):
         names = ", ".join(dict.fromkeys(map(_path, alike)))
@@ -171,6 +196,8 @@ def refusal_of(errors: Sequence[Mapping[str, Any]]) -> InvalidParameterError:
     of_deepest = [error for error in alike if _names(error) == _names(deepest)]
     wanted = " or ".join(dict.fromkeys(map(_wanted, of_deepest)))
     given = None if deepest["type"] == "missing" else deepest.get("input")
+    if deepest["type"] == "extra_forbidden":
+        return InvalidParameterError(_path(deepest), given, "unknown parameter")
     return InvalidParameterError(_path(deepest) or "body", given, f"wanted {wanted}")
 
 
@@ -196,13 +223,22 @@ def _path(error: Mapping[str, Any]) -> str:
     return path.removeprefix(".")
 
 
+# Pydantic's types of errors for a value that is no object
+_OBJECTS = ("dataclass_type", "dict_type", "model_attributes_type", "model_type")
+
+
 def _wanted(error: Mapping[str, Any]) -> str:
     """Describe the expected value for one of the types that a field may have."""
-    if not _names(error) and error["type"] in ("missing", "model_attributes_type"):
+    if not _names(error) and error["type"] in ("missing", *_OBJECTS):
         return "a JSON object"
+    if error["type"] in _OBJECTS:
+        return "an object"
     if error["type"] == "missing":
         return "a value"
+    if error["type"] == "int_parsing_size":
+        return "a number of 64 bits"
     if error["type"] == "too_long":
         return f"at most {error['ctx']['max_length']} items"
     text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    return text.partition(", unable")[0]
+    # Errors of upstream's own checks are sentences that begin with the name of the field.
+    return text.removeprefix(f"{_path(error)} must be ").partition(", unable")[0]

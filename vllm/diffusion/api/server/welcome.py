@@ -80,7 +80,7 @@ def log_welcome(
     logger.info(
         "serving %s (%s): prompt and canvas up to %d tokens%s",
         *(name, family, longest),
-        f" (its config.json says {own_length})" if is_beyond else "",
+        f" (config.json has {own_length})" if is_beyond else "",
     )
     logger.info(
         "limits: %d requests at a time (--max-num-seqs), and %d rows in a step that requests share "
@@ -93,7 +93,7 @@ def log_welcome(
             url,
             url,
         )
-    logger.info("or: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))
+    logger.info("or run: %s", curl(url, has_template=has_template, has_key=bool(args.api_key)))
 
 
 def durations(engine_ready_at: float) -> str:

@@ -20,16 +20,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from vllm.diffusion.engine.long_steps import PausedStep, StepSlice
-from vllm.diffusion.engine.scheduler.turns import StepDivision, take_turns
+from vllm.diffusion.engine.long_steps import LongSteps, PausedStep, StepSlice
+from vllm.diffusion.engine.scheduler.turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from vllm.diffusion.config import Settings
-    from vllm.diffusion.engine.long_steps import SliceTiming
-    from vllm.diffusion.engine.messages import DiffusionRunnerOutput
+    from vllm.diffusion.engine.long_steps import LongStepReport
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.diffusion.memory import Admission
 
@@ -54,10 +53,10 @@ class SpeedEstimate:
         self._seen = deque([(1.0, prior_s)], maxlen=self.MAX_REPORTS)
         self.factor = 1.0
 
-    def learn(self, slice_timing: SliceTiming) -> None:
-        if not slice_timing.seconds:  # the plan predicts no time
+    def learn(self, predicted_s: float, taken_s: float) -> None:
+        if not predicted_s:  # the plan predicts no time
             return
-        self._seen.append((slice_timing.taken_s / slice_timing.seconds, slice_timing.seconds))
+        self._seen.append((taken_s / predicted_s, predicted_s))
         ratios, weights = zip(*sorted(self._seen), strict=True)
         sums = list(accumulate(weights))
         self.factor = float(f"{ratios[bisect_left(sums, sums[-1] / 2)]:.1e}")
@@ -99,7 +98,7 @@ class LongStepPolicy:
 
     def learn(
         self,
-        done: DiffusionRunnerOutput,
+        report: LongStepReport | None,
         passed_s: float,
         running: Iterable[RequestState],
         admission: Admission | None,
@@ -109,17 +108,17 @@ class LongStepPolicy:
         May be skipped while no slices are reported and `is_idle`.
 
         Args:
-            done: results of a step.
+            report: what a worker reports with the results of a step; None for nothing.
             passed_s: seconds since the previous results.
             running: the running requests.
             admission: decides what fits; None while the size of the memory is unknown.
         """
-        self._paused = done.paused
+        self._paused = None if report is None else report.paused
         if self._is_shared:
             self._owed_s = min(self._owed_s + self._share * passed_s, self.slice_s)
-        if done.slice_timing is not None:
-            self.speed.learn(done.slice_timing)
-            self._owed_s += done.slice_timing.num_slices * self.slice_s - done.slice_timing.taken_s
+        if report is not None and report.num_slices:
+            self.speed.learn(report.seconds, report.taken_s)
+            self._owed_s += report.num_slices * self.slice_s - report.taken_s
         # Long requests have had at least the slices that a new request waits for.
         if not self._is_shared:
             self._owed_s = max(self._owed_s, -self.longest_pause_s)
@@ -171,38 +170,22 @@ class LongStepPolicy:
         next_step: Callable[[Mapping[str, RequestState]], dict[str, int]],
         *,
         is_paused: bool,
-    ) -> StepDivision:
+    ) -> tuple[dict[str, int], LongSteps]:
         """Divide the next step among the running requests; may be skipped while `is_idle`.
 
         Args:
             running: running requests, in the order of their turns.
-            launched: requests of the steps in flight.
-            admission: decides what fits, and predicts times.
-            next_step: chooses which of the given requests take part in a step as a whole.
-            is_paused: whether only launched steps continue.
-        """
-        long = self.long(running, admission)
-        if is_paused:
-            return StepDivision(next_step(running), None, long)
-        return StepDivision(*self.share(long, running, launched, admission, next_step), long)
-
-    def share(
-        self,
-        long: Collection[str],
-        running: Mapping[str, RequestState],
-        launched: AbstractSet[str],
-        admission: Admission,
-        next_step: Callable[[Mapping[str, RequestState]], dict[str, int]],
-    ) -> tuple[dict[str, int], StepSlice | None]:
-        """Return the rows of the next step, by request, and the slice among them, if one is due.
-
-        Args:
-            long: the long requests among the running ones.
-            running: running requests, in the order of their turns.
             launched: requests of the steps in flight; long requests among them stay whole.
             admission: decides what fits, and predicts times.
             next_step: chooses which of the given requests take part in a step as a whole.
+            is_paused: whether only launched steps continue.
+
+        Returns:
+            the rows of the next step, by request, and the decisions about long requests.
         """
+        long = self.long(running, admission)
+        if is_paused:
+            return next_step(running), LongSteps(tuple(long))
         cut = {req_id: running[req_id] for req_id in long if req_id not in launched}
         rows = next_step({req_id: item for req_id, item in running.items() if req_id not in cut})
         if launched.isdisjoint(rows) and not self._fits_beside(rows, running, admission):
@@ -211,7 +194,7 @@ class LongStepPolicy:
         next_slice = self.next_slice(ready, admission, is_shared=bool(rows))
         if next_slice is not None:
             rows[next_slice.req_id] = next_slice.rows
-        return rows, next_slice
+        return rows, LongSteps(tuple(long), next_slice)
 
     def next_slice(
         self, long: Sequence[RequestState], admission: Admission, *, is_shared: bool

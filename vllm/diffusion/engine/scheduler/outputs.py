@@ -19,7 +19,7 @@ from vllm.outputs import RequestError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 if TYPE_CHECKING:
-    from vllm.diffusion.engine.messages import StepResult
+    from vllm.diffusion.engine.messages import StepResult, StepUsage
     from vllm.diffusion.engine.scheduler.request_state import RequestState
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -171,7 +171,18 @@ def _report(item: RequestState) -> dict[str, Any]:
         **_lengths(item),
         **(edits_of(item) if item.params.revision is not None else {}),
         **item.report,
-        **(item.largest.report() if item.largest is not None else {}),
+        **_memory(item.largest),
+    }
+
+
+def _memory(usage: StepUsage | None) -> dict[str, int]:
+    """Return the memory of the largest step of a request; it has none before its first step."""
+    if usage is None:
+        return {}
+    return {
+        "peak_bytes": usage.peak_bytes,
+        "average_bytes": usage.average_bytes,
+        "budget_bytes": usage.budget_bytes,
     }
 
 

@@ -6,8 +6,8 @@ least recently used pages. A page is published, so that other requests can find 
 step has made all its positions final. Until then only its own request reads it.
 
 ```
-positions of a request   [0, num_kept) final | [num_kept, next_end) next forward | ahead | no page
-pages                    published, if whole | its own .................................. |
+positions of a request   [0, num_kept) final | next_rows: next forward | ahead | no page
+pages                    published, if whole | its own ........................ |
 ```
 """
 
@@ -156,7 +156,9 @@ class Paging(AdmissionGate):
         self._epoch = epoch
         paged = [item for item in items if item.is_paged]
         if not self.reset(paged):
-            logger.warning("cached keys and values of other weights stay until they are evicted")
+            logger.warning(
+                "prefix cache: not reset, unused entries of the old weights stay until eviction"
+            )
         for item in paged:
             self._hash_again(item)
 
@@ -186,18 +188,20 @@ class Paging(AdmissionGate):
         """
         paged = sorted((item for item in running if item.is_paged), key=lambda item: item.started)
         for item in paged:
-            while not self._give(item, item.pages_end):
+            while not self._give(item, _end_of_pages(item)):
                 able = (o for o in reversed(paged) if o.num_pages and o.req_id not in in_flight)
                 last = next(able, item)
                 if last.started <= item.started:
                     break
                 self.preempt(last)
+        for item in paged:
+            _update_has_pages(item)
         ready = [item for item in paged if item.has_pages]
         self._is_short = len(ready) < len(paged)
         # Window pages are large, and a worker needs one more block of them before the next message.
         num_blocks = BLOCKS_AHEAD if self.windows is None else 1
         for item in ready:
-            ahead = item.pages_end + num_blocks * item.params.block_length
+            ahead = _end_of_pages(item) + num_blocks * item.params.block_length
             self._give(item, min(ahead, item.demand.length))
 
     def reserve(self, item: RequestState) -> bool:
@@ -205,7 +209,10 @@ class Paging(AdmissionGate):
 
         Requests that have started earlier and wait for pages come first.
         """
-        return not self._is_short and self._give(item, item.pages_end)
+        if self._is_short or not self._give(item, _end_of_pages(item)):
+            return False
+        _update_has_pages(item)  # a prefix that was found makes room for more rows
+        return True
 
     def _give(self, item: RequestState, end: int) -> bool:
         """Give a request pages for its positions [0, `end`); return whether it has them now.
@@ -270,7 +277,7 @@ class Paging(AdmissionGate):
             request.prefill_stats.set(request.num_prompt_tokens, num_found, 0)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_found
-        item.keep(num_found)
+        _keep(item, num_found)
 
     def reset(self, running: Iterable[RequestState]) -> bool:
         """Withdraw all published pages; return False if some page is in use.
@@ -291,7 +298,7 @@ class Paging(AdmissionGate):
         request.num_preemptions += 1
         request.record_event(EngineCoreEventType.PREEMPTED)
         request.num_computed_tokens = 0
-        item.keep(0)
+        _keep(item, 0)
         self._new_pages[item.req_id] = NewPages([], 0)
 
     def advanced(self, item: RequestState) -> None:
@@ -330,6 +337,21 @@ class Paging(AdmissionGate):
         prefix_stats = self.manager.make_prefix_cache_stats()
         if prefix_stats is not None:
             stats.prefix_cache_stats = prefix_stats
+
+
+def _end_of_pages(item: RequestState) -> int:
+    """Return the number of positions, from 0, that need pages before the next forward."""
+    return item.num_kept + min(item.next_rows, item.most_rows)
+
+
+def _update_has_pages(item: RequestState) -> None:
+    item.has_pages = item.num_pages * PAGE_SIZE >= _end_of_pages(item)
+
+
+def _keep(item: RequestState, num_kept: int) -> None:
+    """Set the number of positions that need not be computed again."""
+    item.next_rows += item.num_kept - num_kept
+    item.num_kept = num_kept
 
 
 def _shares(item: RequestState) -> bool:

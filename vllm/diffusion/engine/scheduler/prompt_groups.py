@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.diffusion.core.pages import PAGE_SIZE, in_whole_pages
-from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
 from vllm.diffusion.engine.scheduler.gates import AdmissionGate
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 # If their first forwards have fewer rows in total, they cost no more than one first forward.
 MIN_SHARED_ROWS = 256
+# Maximum sample rows of a first forward whose hidden states are kept for requests with its prompt.
+MAX_SHARED_ROWS = 8_192
 
 
 class Prompt(NamedTuple):

@@ -10,10 +10,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.planning import demand_of
-from vllm.diffusion.request.algorithms import BLOCK_ALGORITHMS
 from vllm.diffusion.request.decision import decision_of
 from vllm.diffusion.request.lengths import forwards_saved
 from vllm.diffusion.request.params import DRAWN_SEED_BITS
@@ -51,6 +49,7 @@ class RequestState:
         num_kept: number of positions, from 0, whose keys and values are cached.
         num_pages: number of its pages, if the scheduler assigns them.
         most_rows: maximum rows of its next forward that get pages.
+        has_pages: whether its next forward has the pages that it needs, if it needs any.
         earlier_lengths: lengths of its canvas before it has grown, in order.
         prompt_of: the request that has computed the beginning of its first forward.
         largest: usage of its step with the highest peak.
@@ -71,6 +70,7 @@ class RequestState:
     num_kept: int = 0
     num_pages: int = 0
     most_rows: int = sys.maxsize
+    has_pages: bool = True
     num_steps: int = 0
     num_forwards: int = 0
     num_drafts: int = 0
@@ -100,13 +100,9 @@ class RequestState:
             decided = decided.with_seed(secrets.randbits(DRAWN_SEED_BITS))
         if decided.priority is None:
             decided = replace(decided, priority=request.priority)
-        adapts = request.lora_request is not None
-        if model.has_draft_adapter:
-            adapts |= BLOCK_ALGORITHMS[decided.algorithm].drafts
+        adapts = request.lora_request is not None or model.adapts_drafts(decided.algorithm)
         demand = demand_of(decided, request.num_prompt_tokens, adapts=adapts)
         item = cls(request, decided, demand)
-        if decided.return_trajectory and request.sampling_params.stop:
-            item.params = replace(decided, has_stop_strings=True)
         if decided.timeout_s is not None:
             left_s = decided.timeout_s - seconds_since_arrival(request)
             item.deadline = time.monotonic() + left_s
@@ -130,25 +126,6 @@ class RequestState:
     def is_paged(self) -> bool:
         """Whether the scheduler assigns pages for its keys and values."""
         return self.params.cache == "exact"
-
-    @property
-    def has_pages(self) -> bool:
-        """Whether its next forward has the pages that it needs, if it needs any."""
-        return not self.is_paged or self.num_pages * PAGE_SIZE >= self.pages_end
-
-    @property
-    def next_end(self) -> int:
-        """Number of positions, from 0, that have keys in its next forward, if it is paged."""
-        return self.num_kept + self.next_rows
-
-    @property
-    def pages_end(self) -> int:
-        """Number of positions, from 0, that need pages before its next forward, if it is paged."""
-        return self.num_kept + min(self.next_rows, self.most_rows)
-
-    def keep(self, num_kept: int) -> None:
-        """Set the number of positions that need not be computed again."""
-        self.num_kept, self.next_rows = num_kept, self.next_end - num_kept
 
     def start(self) -> NewCanvas:
         """Mark the request as running and return the message for the workers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step-level continuous batching: an engine step is one denoise step of the running requests.
+"""Step-level continuous batching: an engine step is one denoising step of the running requests.
 
 Requests wait until they fit together with the running requests (`waiting.py`). Then they take part
 in every step, or take turns if their rows do not all fit into one step (`turns.py`). The worker
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core.errors import ActivationBudgetError, InvalidParameterError
+from vllm.diffusion.engine.long_steps import NO_LONG_STEPS
 from vllm.diffusion.engine.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -34,7 +35,7 @@ from vllm.diffusion.engine.scheduler.observer import Observer
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.scheduler.prompt_groups import PromptGroups
 from vllm.diffusion.engine.scheduler.request_state import RequestState
-from vllm.diffusion.engine.scheduler.turns import StepDivision, by_priority, move_to_end, take_turns
+from vllm.diffusion.engine.scheduler.turns import by_priority, move_to_end, take_turns
 from vllm.diffusion.engine.scheduler.upstream_interface import CanvasSchedulerInterface
 from vllm.diffusion.engine.scheduler.waiting import WaitingLine
 from vllm.diffusion.memory import Admission
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vllm.config import VllmConfig
+    from vllm.diffusion.engine.long_steps import LongSteps
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
@@ -158,7 +160,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         else:
             req_ids = {request_ids: None} if isinstance(request_ids, str) else {*request_ids}
             items = [self._running[req_id] for req_id in req_ids if req_id in self._running]
-            items += [item for req_id in req_ids for item in self._waiting.named(req_id)]
+            items += [item for req_id in req_ids for item in self._waiting.by_id.get(req_id, ())]
         for item in items:
             if item.req_id not in self._running:
                 self._waiting.remove(item)
@@ -190,14 +192,14 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if self.paging is not None:
             self.paging.provide(self._running.values(), launched)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
-        admitted = self._start_waiting() if len(self._waiting) and not is_paused else []
-        division = self._divide(launched)
+        admitted = self._start_waiting() if self._waiting.by_id and not is_paused else []
+        rows, long_steps = self._divide(launched)
         finished, self._finished_req_ids = self._finished_req_ids, set()
         return DiffusionSchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData.make_empty(),
-            num_scheduled_tokens=division.rows,
-            total_num_scheduled_tokens=sum(division.rows.values()),
+            num_scheduled_tokens=rows,
+            total_num_scheduled_tokens=sum(rows.values()),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
             finished_req_ids=finished,
@@ -205,8 +207,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             admitted=admitted,
             new_pages={} if self.paging is None else self.paging.take_new_pages(),
             scheduled_at=time.monotonic(),
-            next_slice=division.next_slice,
-            long=division.long,
+            long_steps=long_steps,
             should_drain=self._pause_state == PauseState.PAUSED_ALL,
             epoch=self._epoch,
         )
@@ -242,14 +243,18 @@ class DiffusionScheduler(CanvasSchedulerInterface):
                 policy.started(item, admission)
         return admitted
 
-    def _divide(self, launched: set[str]) -> StepDivision:
-        """Divide the next step among the running requests; those of `launched` are in flight."""
-        turns = by_priority(self._running, _priority)
+    def _divide(self, launched: set[str]) -> tuple[dict[str, int], LongSteps]:
+        """Divide the next step among the running requests; `launched` are in flight.
+
+        Returns:
+            the rows of each request that takes part; the decisions about long requests.
+        """
+        turns = by_priority(self._running, lambda item: item.priority)
         is_paused = self._pause_state == PauseState.PAUSED_ALL
         next_step = self._launched_step if is_paused else self._next_step
         admission, policy = self._admission, self.long_steps
         if admission is None or policy is None or policy.is_idle:
-            return StepDivision(next_step(turns), None, [])
+            return next_step(turns), NO_LONG_STEPS
         return policy.divide(turns, launched, admission, next_step, is_paused=is_paused)
 
     def _next_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]:
@@ -291,7 +296,7 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             if item is not None:  # otherwise it was aborted while the step ran
                 self._outbox.put(item.request, *self._advance(item, result, done.usage))
         move_to_end(self._running, done.results)
-        has_news = not self._outbox.is_empty or not (self._running or len(self._waiting))
+        has_news = not self._outbox.is_empty or not (self._running or self._waiting.by_id)
         return self._outbox.take(self.make_stats(only_if_due=not has_news))
 
     def _learn(self, done: DiffusionRunnerOutput) -> None:
@@ -305,9 +310,8 @@ class DiffusionScheduler(CanvasSchedulerInterface):
             if self._admission is None or self._admission.budget_bytes != budget_bytes:
                 planner = make_planner(self._vllm_config, budget_bytes, usage.rates)
                 self._admission = Admission(planner)
-        is_reported = done.paused is not None or done.slice_timing is not None
-        if policy is not None and (is_reported or not policy.is_idle):
-            policy.learn(done, passed_s, self._running.values(), self._admission)
+        if policy is not None and (done.long_steps is not None or not policy.is_idle):
+            policy.learn(done.long_steps, passed_s, self._running.values(), self._admission)
 
     def _invalidate(self, done: DiffusionRunnerOutput) -> None:
         """Invalidate all cached results, after a weight update or a release of their memory."""
@@ -354,7 +358,3 @@ class DiffusionScheduler(CanvasSchedulerInterface):
         if self.paging is not None:
             self.paging.put_into(stats)
         return stats
-
-
-def _priority(item: RequestState) -> int:
-    return item.priority

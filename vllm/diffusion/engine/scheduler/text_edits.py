@@ -23,7 +23,7 @@ def edits_of(item: RequestState) -> dict[str, Any]:
         answer.pop()
     text = revision.token_ids[: revision.num_before_end(params.stop_ids)]
     algorithm = algorithms_of(is_block_causal=params.is_block_causal)[params.algorithm]
-    if algorithm.edits_length:
+    if algorithm.edits_length or revision.slack:
         edits = moving_edits(text, answer)
         num_edited = sum(_num_moved(edit, params.mask_id) for edit in edits)
     else:

@@ -45,7 +45,9 @@ def patch_engine_core() -> None:
     @functools.wraps(call_all)
     def call_and_check(engine: Any, method: Any, *args: Any, **options: Any) -> Any:
         if isinstance(method, str) and (method.startswith("_") or method in _RETURN_OBJECTS):
-            raise ServerConfigError(f"method: given {method!r}; wanted one whose result is data")
+            raise ServerConfigError(
+                f"method: given {method!r}; wanted a method whose result can be sent"
+            )
         results = call_all(engine, method, *args, **options)
         # A result that cannot be encoded would end the thread that sends all other results.
         MsgpackEncoder().encode(UtilityResult(results))

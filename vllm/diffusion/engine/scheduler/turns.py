@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from vllm.diffusion.engine.long_steps import StepSlice
-
 T = TypeVar("T")
 
 
@@ -28,38 +26,6 @@ class NextForward(NamedTuple):
     keeps: bool
     is_window: bool = False
     unit: int | None = None
-
-
-class StepLimits(NamedTuple):
-    """Limits above which a step takes only some of the waiting requests.
-
-    Two such steps then alternate.
-
-    Attributes:
-        rows: maximum rows of windows that one graph serves; larger steps are not faster per row.
-        requests: number of requests above which the host takes longer than a device needs for a
-            second step.
-        holds_for_all: whether `rows` also limits steps that contain other rows than windows.
-            Without this, such a step takes at least half of the rows that wait.
-    """
-
-    rows: int
-    requests: int = 128
-    holds_for_all: bool = False
-
-
-class StepDivision(NamedTuple):
-    """The next step, divided among the running requests.
-
-    Attributes:
-        rows: rows of each request that takes part in the step.
-        next_slice: the slice among them, if one is due.
-        long: the long requests, whether they take part or not.
-    """
-
-    rows: dict[str, int]
-    next_slice: StepSlice | None
-    long: list[str]
 
 
 def take_turns(

@@ -55,7 +55,7 @@ class CanvasSchedulerInterface(SchedulerInterface):
     # ---- state that upstream requests ----
 
     def has_request(self, request_id: str) -> bool:
-        return request_id in self._running or bool(self._waiting.named(request_id))
+        return request_id in self._running or request_id in self._waiting.by_id
 
     @abstractmethod
     def _launched_step(self, turns: Mapping[str, RequestState]) -> dict[str, int]: ...

@@ -32,13 +32,16 @@ class WaitingLine:
 
     Args:
         max_running: requests that may run at once.
+
+    Attributes:
+        by_id: the waiting requests by their ids; read only. Usually an id has one request.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
         self._line: list[RequestState] = []  # may still contain requests in `_left`
         self._left: set[RequestState] = set()
-        self._by_id: dict[str, list[RequestState]] = {}
+        self.by_id: dict[str, list[RequestState]] = {}
         self._gated: dict[RequestState, None] = {}  # requests that a gate has accepted
         # Requests whose `waits_for` the last call has set.
         self._with_reason: dict[RequestState, None] = {}
@@ -54,20 +57,16 @@ class WaitingLine:
             self._left.clear()
         return self._line
 
-    def named(self, req_id: str) -> list[RequestState]:
-        """Return the waiting requests with an id."""
-        return list(self._by_id.get(req_id, ()))
-
     def append(self, item: RequestState) -> None:
         insort(self.requests, item, key=lambda other: other.priority)
-        self._by_id.setdefault(item.req_id, []).append(item)
+        self.by_id.setdefault(item.req_id, []).append(item)
         if item.gates:
             self._gated[item] = None
 
     def put_first(self, item: RequestState) -> None:
         """Add a request that has run before, ahead of all others of its priority."""
         insort_left(self.requests, item, key=lambda other: other.priority)
-        self._by_id.setdefault(item.req_id, []).append(item)
+        self.by_id.setdefault(item.req_id, []).append(item)
 
     def remove(self, item: RequestState) -> None:
         self._left.add(item)
@@ -76,10 +75,10 @@ class WaitingLine:
 
     def _forget(self, item: RequestState) -> None:
         self._gated.pop(item, None)
-        same_id = self._by_id[item.req_id]
+        same_id = self.by_id[item.req_id]
         same_id.remove(item)
         if not same_id:
-            del self._by_id[item.req_id]
+            del self.by_id[item.req_id]
 
     def admit(
         self,

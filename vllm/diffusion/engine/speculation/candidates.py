@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vllm.diffusion.core.random_streams import REMASKING
+from vllm.diffusion.decoding import Candidates
 
 if TYPE_CHECKING:
-    from vllm.diffusion.decoding import Candidates
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.ops import Array
@@ -47,9 +49,7 @@ class CachedCandidates:
         canvas, is_noisy = self._canvas, self._canvas.params.temperature > 0
         if is_noisy and depth > self._num_extra_draws:
             return None
-        candidates = self._rows.candidates(
-            self._samples, self._item_index, depth if is_noisy else 0
-        )
+        candidates = self._of_draw(depth if is_noisy else 0)
         positions, step = candidates.positions, self._step + depth
         if self._is_random and not is_noisy:
             scores = canvas.uniform(REMASKING, positions, step)
@@ -57,3 +57,13 @@ class CachedCandidates:
                 sign = -1 if canvas.rule.scoring.score == "negative_entropy" else 1
                 candidates = candidates._replace(scores=sign * scores)
         return candidates._replace(draws=canvas.draws(positions, step))
+
+    def _of_draw(self, draw: int) -> Candidates:
+        """Return the candidates of an extra draw, from 1, or of the first draw, 0.
+
+        This also works after a joint choice. The candidates have no log probabilities.
+        """
+        target, end = self._rows.batch.targets[self._item_index], self._rows.ends[self._item_index]
+        table = self._samples[3 * draw : 3 * draw + 3, end - target.eligible.size : end]
+        tokens, greedy = table[0].astype(np.int64), table[2].astype(np.int64)
+        return Candidates(target.eligible, tokens, table[1], greedy)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossless speculation: a step also evaluates drafts, that is, predicted next states.
+"""Lossless speculation: a step also evaluates drafts, which are predicted next states.
 
-A step evaluates one forward of a request and drafts of the states that follow
-(`drafter.py`). A draft is accepted only if it is exactly the state that the request
-reaches. Its candidates then equal the candidates of a forward of that state, so they are committed,
-too.
+A step evaluates one forward of a request, and drafts of the states that follow (`drafter.py`). A
+draft is accepted only if it is exactly the state that the request reaches. Then its candidates
+equal the candidates of a forward of that state, so they are committed, too.
 
 Example: a request is in state S3, and the step has the drafts S4, S5 and S5'. The commit of S3
 gives S4. Draft S4 matches, and its commit gives S5. Draft S5 matches, and its commit gives S6. S5'
-is rejected. So one forward made three commits, and the next forward is that of S6.
+is rejected. So one forward made three commits, and the next forward computes S6.
 
-The rule receives only committed tokens, so a rejected draft costs its rows and changes nothing.
+The rule receives only committed tokens, so a rejected draft costs the time of its rows, but changes
+no answer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.diffusion.config import settings_of
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.engine.speculation.budget import (
     AcceptanceRates,
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates, ForwardTarget
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.speculation.budget import Kind
     from vllm.diffusion.engine.speculation.drafter import AcceptanceChance
-    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
@@ -59,19 +60,19 @@ logger = init_logger(__name__)
 # not cached yet.
 MAX_BLOCKS = 3
 MAX_EXTRA_DRAWS = 3  # each extra draw samples all rows once more
-MAX_REQUESTS = 32  # requests of a step with drafts; the host drafts, so more would cost too much
-# If drafting does not pay, steps have no drafts for a while (fewer steps for batches of at most
-# SMALL_BATCH requests). Then one request has a draft for some steps, to learn whether it pays now.
+MAX_REQUESTS = 32  # requests of a step with drafts; for more, drafting takes the host too long
+# If drafts save no time, steps have no drafts for a while (fewer steps for batches of at most
+# SMALL_BATCH requests). Then one request has a draft for some steps, to measure its acceptance.
 SMALL_BATCH, BACKOFF_STEPS_SMALL, BACKOFF_STEPS, TRIAL_STEPS = 4, 12, 32, 3
 
 
 def can_speculate(params: DiffusionParams) -> bool:
     """Whether a request asks for drafts and its steps may have them.
 
-    Guided answers are excluded: their tokens are chosen jointly, by a search over the current
-    state, which drafts do not have. A delayed cache keeps the keys and values of the last forward
-    that computed a block. If that forward was a draft, they would be in draft pages. A revision
-    scores its text in steps that already have further rows.
+    Three kinds of requests have no drafts. With structured output, the tokens of a step are chosen
+    jointly, by a search over the current state. A delayed cache keeps the keys and values of the
+    last forward that computed a block, which would be in draft pages if this forward was a draft. A
+    revision scores its text in steps that already have further rows.
     """
     may_have_drafts = params.guide is None and params.score is None and params.cache != "delayed"
     may_have_drafts &= params.revision is None
@@ -87,11 +88,7 @@ class _RequestDrafting(NamedTuple):
 
 
 class Speculation(StepGuest):
-    """Adds drafts to the steps of some requests, and accepts the drafts that they reach.
-
-    Args:
-        runner: the runner of the requests.
-    """
+    """Adds drafts to the steps of some requests, and accepts the drafts that they reach."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         super().__init__(runner)
@@ -101,8 +98,10 @@ class Speculation(StepGuest):
         can_grow = runner.graphs is None and runner.agreement is None
         self._pages = DraftPages(runner.pages, can_grow=can_grow)
         # The times of steps in which all requests have a cache (True), or of other steps (False).
+        # None if every request gets the number of drafts that it asks for.
         self._times: Callable[[bool], StepTimes] | None = None
-        if runner.weighs_guesses:
+        weighs = settings_of(runner.vllm_config).weighs_guesses
+        if weighs or (weighs is None and runner.device.type == "cuda"):
             self._times = cache(partial(_step_times, runner.graphs, runner.planner))
         self._rates = AcceptanceRates()
         self._drafting: dict[str, _RequestDrafting] = {}  # by request
@@ -279,7 +278,7 @@ class Speculation(StepGuest):
     def accepts(self, batch: StepBatch, plan: Plan) -> bool:
         """Whether the step still runs in one chunk and, if graphs are used, in one graph."""
         has_graph = self._graphs is None or self._graphs.serves(batch)
-        return has_graph and plan.is_whole(batch.num_rows)
+        return has_graph and super().accepts(batch, plan)
 
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
@@ -330,7 +329,7 @@ def _step_times(graphs: GraphRunner | None, planner: Planner, has_caches: bool) 
         return graphs.times[has_caches]
     seconds = {}
     for n in ROW_BUCKETS:
-        # A step that does not fit never pays.
+        # A step that does not fit has no time, so it gets no drafts.
         with suppress(ActivationBudgetError):
             shape = StepShape(n, n, n, num_sequences=2, keeps=has_caches)
             seconds[n] = planner.plan(shape).predicted_seconds

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from vllm.diffusion.adapters.adapted_rows import RowSlots, StepSlots
 from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
 from vllm.diffusion.adapters.lora_flags import reader_of
@@ -22,7 +24,7 @@ from vllm.diffusion.engine.worker.pool_budget import check_slots
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.memory.plan import readable
-from vllm.diffusion.models.adapted_layers import install_adapters
+from vllm.diffusion.models.adapted_layers import install_adapters, layer_products
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -32,18 +34,16 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
     from vllm.config import VllmConfig
     from vllm.diffusion.adapters.peft_files import AdapterReader
     from vllm.diffusion.core.samples import Samples
     from vllm.diffusion.decoding import BatchedCommit, Candidates
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.messages import (
         DiffusionRunnerOutput,
         DiffusionSchedulerOutput,
         NewCanvas,
     )
-    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
@@ -219,7 +219,10 @@ def load_adapters(vllm_config: VllmConfig, model: DiffusionModel) -> LoadedAdapt
         slice(model.vocab_start, model.vocab_start + model.num_columns),
     )
     numbers = sizes.num_slots, sizes.max_rank
-    num_bytes = slot_bytes(sizes.matrices, sizes.max_rank, shard, model.dtype)
+    can_release = vllm_config.model_config.enable_sleep_mode
+    # Sleep could not release slots within a weight.
+    products = {} if can_release else layer_products(model)
+    num_bytes = slot_bytes(sizes.matrices, *numbers, shard, model.dtype, products)
     check_slots(sizes, num_bytes, device, vllm_config.cache_config.gpu_memory_utilization)
     slots = SlotMemory(
         sizes.matrices,
@@ -227,14 +230,17 @@ def load_adapters(vllm_config: VllmConfig, model: DiffusionModel) -> LoadedAdapt
         shard,
         dtype=model.dtype,
         device=device,
-        can_release=vllm_config.model_config.enable_sleep_mode,
+        can_release=can_release,
+        products=products,
     )
     draft_slot = None if sizes.draft is None else sizes.num_requested
     install_adapters(model, slots, draft_slot)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the weights that moved
     logger.info("adapters: %d slots of rank %d, %s each", *numbers, readable(num_bytes))
     if sizes.draft is not None and draft_slot is not None:
         adapter, path = sizes.draft.read(model.config, model.dtype), sizes.draft.path
         slots.write(draft_slot, adapter)
-        logger.info("drafts are made with the adapter of rank %d in %s", adapter.rank, path)
+        logger.info("drafts use the adapter of rank %d in %s", adapter.rank, path)
     known = KnownAdapters(sizes.num_known, slots, sizes.num_requested)
     return LoadedAdapters(known, reader_of(vllm_config))

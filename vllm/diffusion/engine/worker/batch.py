@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one denoise step, packed without padding, on the host.
+"""The rows of one denoising step, packed without padding, on the host.
 
 Whole sequences come first, one after the other. With guidance a request has two sequences: its own
-and the unconditional one, whose prompt is masked. The windows of requests with a cache follow. The
-rows that a request computes of one sequence all read the same keys. In block-causal families they
-read the keys of their own block and of earlier blocks instead.
+and the unconditional sequence, whose prompt is masked. The windows of requests with a cache follow.
+All rows of a sequence read the same keys, except in block-causal families, where a row reads the
+keys of its own block and of earlier blocks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from vllm.diffusion.core.spans import AttentionLayout, Span, lay_out
+from vllm.diffusion.engine.worker.key_copies import copy_slots_of
 from vllm.diffusion.memory import StepShape
-from vllm.diffusion.request.visibility import WindowPart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vllm.diffusion.adapters.adapted_rows import StepSlots
     from vllm.diffusion.core.spans import PageTable
     from vllm.diffusion.decoding import ForwardTarget
-    from vllm.diffusion.engine.step_guest import BatchItem
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.worker.window import Window
     from vllm.diffusion.ops import Array
 
@@ -41,15 +41,15 @@ class StepInputs(NamedTuple, Generic[A]):
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, row of the page store for each of the last W rows; negative for
             none.
-        layouts: the keys that the rows of every attend chunk read, of this step and from the store;
-            then the same for the chunks of the last layer if they differ.
+        layouts: for each attend chunk, the keys that its rows read: keys of this step, and keys of
+            the store. Chunks of the last layer follow if they differ.
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
         tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
         window_slots: [W] int64, as `slot_mapping`, for layers with a window; None if all layers
             have the same pages.
         copy_slots: [C, W] int64, further rows of the page store for the last W rows; the first
-            negative entry of a row ends them. None for no copies.
+            negative entry of a column ends its copies. None for no copies.
     """
 
     token_ids: A
@@ -64,12 +64,12 @@ class StepInputs(NamedTuple, Generic[A]):
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Layout of the rows of a step; the next step often has the same one.
+    """Layout of the rows of a step; the next step often reuses it.
 
-    A request has one sequence, and with guidance also the unconditional one. The rows of S
+    A request has one sequence, and with guidance also the unconditional sequence. The rows of S
     sequences follow one another: first sequences without a cache, then windows of all positions,
     then windows of some positions, which read cached keys. A part of a window counts as a sequence
-    of its own. Tails come last of all. Columns are [S] int64.
+    of its own. Tails that read cached keys come last. Columns are [S] int64.
 
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
@@ -90,10 +90,9 @@ class Packing:
         block_starts: column, as in `Span`.
         is_block: [T] bool, as in `StepInputs`.
         window_slots: [W] int64, as in `StepInputs`.
-        tail_starts: per item, the first position of its tail (`ForwardTarget.tail_start`), whose
-            rows are a part of their own; None if it has none.
         sources: per sequence, its item, the index of the item's sequence, and the first position
             and last + 1 that are computed.
+        are_tails: per sequence, whether it is a tail (`Window.with_tail`).
     """
 
     items: tuple[BatchItem, ...]
@@ -111,31 +110,29 @@ class Packing:
     block_starts: Array
     is_block: Array | None
     window_slots: Array | None
-    tail_starts: tuple[int | None, ...]
     sources: tuple[tuple[int, int, int, int], ...]
+    are_tails: list[bool]
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
-        """All sequences, with queries as rows of the batch; replaying a graph needs none."""
-        numbers = (
-            *(self.ends, self.first_keys, self.first_keys + self.num_keys),
-            *(self.block_lengths, self.firsts),
-        )
-        starts, in_pages = [0, *self.ends[:-1].tolist()], np.arange(self.ends.size) >= self.num_own
-        columns = (starts, *(column.tolist() for column in numbers), in_pages.tolist())
-        columns = (*columns, self.block_starts.tolist())
-        return tuple([Span(*sequence) for sequence in zip(*columns, strict=True)])
+        """All sequences, with queries as rows of the batch; not needed to replay a graph."""
+        key_ends = self.first_keys + self.num_keys
+        in_pages = np.arange(self.ends.size) >= self.num_own
+        keys = (self.first_keys, key_ends, self.block_lengths, self.firsts)
+        columns = [c.tolist() for c in (self.ends, *keys, in_pages, self.block_starts)]
+        return tuple(map(Span, [0, *columns[0][:-1]], *columns))
 
     @cached_property
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
         """Sequences of each request; for a sequence in parts, only the last part.
 
-        A tail is not in it, unless a request has no other rows.
+        Tails are left out, unless a request has no other rows.
         """
         last: list[dict[int, Span]] = [{} for _ in self.items]
-        for (item, number, first, _), span in zip(self.sources, self.sequences, strict=True):
-            tail_start = self.tail_starts[item]
-            if number not in last[item] or tail_start is None or first < tail_start:
+        for (item, number, *_), is_tail, span in zip(
+            self.sources, self.are_tails, self.sequences, strict=True
+        ):
+            if number not in last[item] or not is_tail:
                 last[item][number] = span
         return tuple([tuple(spans.values()) for spans in last])
 
@@ -150,32 +147,11 @@ class Packing:
                 tails[item] = span
         return tuple(tails)
 
-    @property
-    def are_tails(self) -> list[bool]:
-        """Whether each sequence is a tail."""
-        starts = [(self.tail_starts[item], first) for item, _, first, _ in self.sources]
-        return [start is not None and first >= start for start, first in starts]
-
     @cached_property
     def copy_slots(self) -> Array | None:
-        """Slots of copies, as in `StepInputs`, for items with a context (`ItemWindow`)."""
-        copying = [i for i, item in enumerate(self.items) if item.window.context is not None]
-        if not copying:
-            return None
-        first_rows = dict[int, int]()  # first row of each item
-        for (index, _, first, stop), end in zip(self.sources, self.ends.tolist(), strict=True):
-            first_rows.setdefault(index, end - (stop - first))
-        counts = np.zeros(self.ends[-1], dtype=np.int64)  # copies of each row so far
-        copies = np.full((len(copying), counts.size), -1)
-        for index in copying:
-            window = self.items[index].window
-            assert window.cache is not None and window.context is not None
-            context = self.items.index(window.context)
-            first, stop = self.windows[context].first, self.windows[index].first
-            rows, kept_start = first_rows[context] + np.arange(stop - first), window.kept_starts[0]
-            copies[counts[rows], rows] = window.cache.slots[kept_start + first : kept_start + stop]
-            counts[rows] += 1
-        return np.ascontiguousarray(copies[: counts.max(), -self.slot_mapping.size :])
+        """Slots of copies, as in `StepInputs`; they are the same until something moves."""
+        are_alone = all(item.window.context is None for item in self.items)
+        return None if are_alone else copy_slots_of(self)
 
     @cached_property
     def longest(self) -> int:
@@ -243,7 +219,7 @@ class StepBatch:
 
     @cached_property
     def sample_rows(self) -> int:
-        """Number of rows whose logits are computed: two per position with guidance."""
+        """Number of rows whose logits are computed; with guidance, two per position."""
         requests = zip(self.targets, self.items, strict=True)
         return sum([target.eligible.size * item.window.num_sequences for target, item in requests])
 
@@ -305,25 +281,19 @@ def build_batch(
 
     Args:
         items: the requests of the step, and items of guests.
-        logit_shift: 1 if the token at a position is predicted by the row before it, else 0.
+        logit_shift: as in `StepBatch`.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
-        splits_tails: whether tails are parts of their own, behind all other rows.
+        splits_tails: whether tails (`ForwardTarget.tail_start`) are parts of their own.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
     forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
     packed, targets, windows = zip(*forwards, strict=True)
-    tail_starts: tuple[int | None, ...] = (None,) * len(packed)
     if splits_tails:
-        tail_starts = tuple([_tail_of(*one) for one in zip(targets, windows, strict=True)])
+        windows = tuple([window.with_tail(target.tail_start) for _, target, window in forwards])
     is_alike = before is not None and before.pages is pages and before.items == packed
-    if (
-        before is None
-        or not is_alike
-        or before.windows != windows
-        or before.tail_starts != tail_starts
-    ):
-        before = _pack(packed, windows, tail_starts, pages)
+    if before is None or not is_alike or before.windows != windows:
+        before = _pack(packed, windows, pages)
     tokens = [item.sequences for item in packed]
     rows = [tokens[item][number][first:stop] for item, number, first, stop in before.sources]
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
@@ -335,31 +305,19 @@ def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
     return (item.window.cache is not None) + window.reads_kept
 
 
-def _tail_of(target: ForwardTarget, window: Window) -> int | None:
-    """Return the first position of the tail of a window, or None."""
-    first = target.tail_start
-    return None if first is None or first >= window.stop else max(first, window.first)
-
-
-def _pack(
-    items: tuple[BatchItem, ...],
-    windows: tuple[Window, ...],
-    tail_starts: tuple[int | None, ...],
-    pages: PageTable,
-) -> Packing:
+def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
     """Lay out the rows of these requests one after the other, in this order, without padding.
 
     Tails that read cached keys come last.
     """
-    sources, parts = list[tuple[int, int, int, int]](), list[WindowPart]()
-    last_sources, last_parts = list[tuple[int, int, int, int]](), list[WindowPart]()
-    for index, (item, window, start) in enumerate(zip(items, windows, tail_starts, strict=True)):
-        for number in range(item.window.num_sequences):
-            for part in _split(window.parts, start):
-                is_last = start is not None and part.first >= start and part.reads_kept
-                (last_parts if is_last else parts).append(part)
-                (last_sources if is_last else sources).append((index, number, *part[:2]))
-    sources += last_sources
+    parts = [
+        (index, number, part)
+        for index, (item, window) in enumerate(zip(items, windows, strict=True))
+        for number in range(item.window.num_sequences)
+        for part in window.parts
+    ]
+    parts.sort(key=lambda numbered: numbered[2].is_tail and numbered[2].reads_kept)
+    sources = tuple([(index, number, *part[:2]) for index, number, part in parts])
     slots, kept_starts, window_slots = [_NO_SLOTS], [], list["Array"]()
     for index, number, first, stop in sources:
         cache, kept_start = items[index].window.cache, items[index].window.kept_starts[number]
@@ -370,9 +328,9 @@ def _pack(
             if cache.window_slots is not None:
                 window_slots.append(cache.window_slots[kept])
     starts = np.array(kept_starts)
-    numbers = chain.from_iterable((*parts, *last_parts))
+    numbers = chain.from_iterable([part for *_, part in parts])
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
-    firsts, stops, num_keys, block_lengths, reads_kept, block_starts = table.T
+    firsts, stops, num_keys, block_lengths, reads_kept, block_starts, are_tails = table.T
     counts = stops - firsts
     ends = counts.cumsum()
     offsets = ends - counts - firsts
@@ -393,17 +351,9 @@ def _pack(
         block_starts=block_starts,
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
         window_slots=np.concatenate(window_slots) if window_slots else None,
-        tail_starts=tail_starts,
-        sources=tuple(sources),
+        sources=sources,
+        are_tails=are_tails.astype(bool).tolist(),
     )
-
-
-def _split(parts: Sequence[WindowPart], start: int | None) -> Sequence[WindowPart]:
-    """Cut the last part of a window before position `start`, if that lies within it."""
-    *earlier, last = parts
-    if start is None or start <= last.first:
-        return parts
-    return *earlier, last._replace(stop=start), last._replace(first=start)
 
 
 _NO_SLOTS, _NOT_KEPT = np.empty(0, dtype=np.int64), -1

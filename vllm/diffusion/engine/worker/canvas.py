@@ -7,18 +7,14 @@ A token is first a candidate, then committed, settled and final:
 - Committed: the decoding rule has chosen the candidate, and the canvas has written it. Some rules
   later replace committed tokens or mask them again.
 - Settled: the rule never changes the token again. Settled positions start at 0 and have no gaps.
-- Final: settled and ready to be sent to the client. A settled token is not final while the prompt
-  has masks to fill, or while a guest forbids that the answer ends with it.
+- Final: settled, and can be sent to the client. A settled token is not final while the prompt has
+  masks to fill, or if a guest forbids that the answer ends with this token.
 
 A guest (`canvas_guest.py`) is an optional capability of the request, such as structured output,
 that takes part in its commits.
 
-A row is one position of one sequence that a forward computes. With guidance a request has two
-sequences, so each position has two rows. `ForwardTarget.rows` are the positions that the rule works
-on.
-
 A step of the runner is one forward pass for several requests. A step of a request (`num_steps`) is
-one commit. With drafts (`speculation.py`) one step of the runner may make several commits.
+one commit. With drafts a step of the runner may make several commits.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from vllm.diffusion.engine.messages import StepResult
 from vllm.diffusion.engine.worker.canvas_guests import editor_of, guests_of
 from vllm.diffusion.engine.worker.window import ForwardWindow
 from vllm.diffusion.request.visibility import FULL, num_positions
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +47,8 @@ if TYPE_CHECKING:
     from vllm.diffusion.request.visibility import Visibility
     from vllm.diffusion.sampling import RowEdits
 
+logger = init_logger(__name__)
+
 _NO_POSITIONS = np.empty(0, dtype=np.int64)
 
 
@@ -61,34 +60,30 @@ class Canvas:
     rounded up to whole blocks, so T may exceed prompt + canvas.
 
     Attributes:
-        req_id: ID of the request.
-        params: parameters of the request.
         tokens: [T] int64, prompt and canvas.
         length: T.
         rule: decoding rule of the request, with its state.
         window: the positions of the next forward, and the cached keys and values.
         wants_logprobs: whether the request needs log probabilities, of proposed tokens or of tokens
             to be scored.
-        num_steps: denoise steps so far, as if none were speculative; also the counter of the random
+        num_steps: denoising steps so far, including accepted drafts; also the counter of the random
             stream.
-        num_accepted_drafts: steps whose forward was a draft.
+        num_accepted_drafts: steps that were accepted drafts, without a forward of their own.
         num_drafts: drafts that were evaluated.
-        num_extra_draws: extra draws of tokens that the next drafts need.
+        num_extra_draws: as in `RowGroup`.
         is_complete: whether the whole answer is final.
-        new_lengths: lengths that the canvas takes before the answer can continue, in order; empty
-            if it keeps its length.
+        new_lengths: lengths to which the canvas must grow before the answer can continue, in order;
+            empty if it keeps its length.
     """
 
-    def __init__(
-        self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
-    ) -> None:
+    def __init__(self, new: NewCanvas, visibility: Visibility = FULL) -> None:
         self.req_id, self.params = new.req_id, new.params
         self.prompt_length = len(new.prompt_token_ids)
         offset = self.params.block_offset(self.prompt_length)
         visibility = self._visibility = visibility.with_blocks_of(self.params.block_length, offset)
         self.length = num_positions(visibility, self.prompt_length, self.params.gen_length)
         self.tokens = self._masked_sequence(new.prompt_token_ids, self.params)
-        self.window = ForwardWindow(self.params, visibility, self.prompt_length, self.length, cache)
+        self.window = ForwardWindow(self.params, visibility, self.prompt_length, self.length)
         # Positions that are masked in the unconditional sequence (classifier-free guidance).
         self._known = self.tokens != self.params.mask_id
         self._prompt_holes = (~self._known[: self.prompt_length]).nonzero()[0]
@@ -102,8 +97,8 @@ class Canvas:
         self._guests = guests_of(self.params, self.tokens, self.prompt_length, self.rule)
         self._guests_only_watch = all(guest.only_watches for guest in self._guests)
         self._num_final = 0  # canvas positions from 0
-        # A commit with fewer settled positions makes no token final and no key cacheable, so
-        # `commit` returns early.
+        # A commit with fewer settled positions than this makes no token final and no key cacheable,
+        # so `commit` returns early.
         self._settled_threshold = 0
         self._unreported: list[int] = []  # tokens that became final since the latest report
         self.facts: dict[str, Any] = {}  # fields that the engine adds to the report
@@ -113,8 +108,7 @@ class Canvas:
         # False if the window of the current forward ends before `target.rows` does.
         self._reaches_target = True
         self._rule_has_ended = False  # whether the rule has no masks left to fill
-        self.num_steps = self.num_accepted_drafts = self.num_drafts = 0
-        self.num_extra_draws = 0
+        self.num_steps = self.num_accepted_drafts = self.num_drafts = self.num_extra_draws = 0
         self.is_complete = False
         self.new_lengths: tuple[int, ...] = ()
 
@@ -122,14 +116,14 @@ class Canvas:
         """Build prompt and masked canvas; a suffix comes right after the longest answer."""
         tokens = np.full(self.length, params.mask_id, dtype=np.int64)
         tokens[: len(prompt)] = prompt
-        if params.has_fixed_end and params.eos_id is not None:
+        if params.has_fixed_end and params.pad_id is not None:
             start = len(prompt) + params.max_tokens
-            tokens[start:] = params.eos_id
+            tokens[start:] = params.pad_id
             tokens[start : start + len(params.suffix_ids)] = params.suffix_ids
         return tokens
 
     def grow(self, params: DiffusionParams) -> None:
-        """Lengthen the canvas by masks: `params` are the parameters with its new length.
+        """Lengthen the canvas by masks; `params` are the request's parameters with the new length.
 
         The next forward computes the whole sequence, and the request needs new pages.
         """
@@ -163,9 +157,9 @@ class Canvas:
         ]
 
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
-        """Return the changes of logits at canvas positions [R] that the request asks for, if any.
+        """Return the requested changes of logits at canvas positions [R]; None if there are none.
 
-        `tokens` [T] is the sequence that the changes depend on; by default that of the request.
+        `tokens` [T] is the sequence that the changes depend on, by default the request's own.
         """
         if self._editor is None:
             return None
@@ -191,9 +185,9 @@ class Canvas:
         return tokens, np.where(self._known, self.params.mask_id, tokens)
 
     def count_next_rows(self) -> int:
-        """Begin the next forward: return its number of rows if its window is not cut.
+        """Begin the next forward, and return its number of rows if its window is not cut.
 
-        Returns the rows of all positions if the rule fails; the launch reports the error.
+        If the rule fails, return the number of rows of all positions; the launch reports the error.
         """
         try:
             self.begin()
@@ -203,7 +197,7 @@ class Canvas:
             return self.length * self.window.num_sequences
 
     def measure_next_forward(self) -> NextForward:
-        """Begin the next forward: return its sizes, from which the loop decides when to launch."""
+        """Begin the next forward, and return its sizes; the loop decides by them when to launch."""
         if self._target is None or self.window.size is None:
             return self.window.next_size(self.count_next_rows())
         return self.window.size
@@ -219,26 +213,21 @@ class Canvas:
         return not (self.is_complete or self.new_lengths)
 
     @property
-    def has_made_one_forward(self) -> bool:
-        """Whether the first forward has ended and no second one has begun."""
-        return self.num_forwards == 1 and not self.window.is_in_flight
-
-    @property
     def keeps_approximately(self) -> bool:
-        """Whether it caches keys and values of all positions, in pages that the worker assigns."""
+        """Whether the request caches keys and values of all positions, in pages of the worker."""
         return self.params.cache not in ("none", "exact")
 
     def assign(self, cache: KeptSequence | None, num_kept: int | None) -> None:
-        """Replace the pages of the request; the arguments are those of `ForwardWindow.assign`."""
+        """Replace the pages of the request; arguments as in `ForwardWindow.assign`."""
         self.window.assign(cache, num_kept)
         self._settled_threshold = 0
 
     def next_forward(self) -> tuple[ForwardTarget, Window]:
         """Begin the next forward: return its target and its window.
 
-        A window is cut if the step has too few rows for it, or the request too few pages. If the
-        window does not reach the end of the rule's rows, because it is cut or because earlier
-        positions are computed first, the target is empty and the rule skips this forward.
+        The window is cut if the step has too few rows for it, or the request has too few pages. A
+        window may end before the rule's rows end, because it is cut or because earlier positions
+        are computed first. Then the target is empty, and the rule skips this forward.
         """
         target = self.begin()
         window = self.window.begin()
@@ -294,14 +283,23 @@ class Canvas:
 
     @property
     def pick(self) -> ScorePick | None:
-        """The rule's choice for a batched decision; None if a guest takes part in the choice."""
+        """How the rule chooses in a batched decision; None if a guest takes part in the choice."""
         is_plain = self._reaches_target and self._guests_only_watch and not self._rule_has_ended
         return self.rule.pick if is_plain else None
+
+    def failure_of(self, call: Callable[..., object], *arguments: object) -> Exception | None:
+        """Call a method that runs the rule; log and return its error, which ends this request."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            logger.exception("decoding of request %s failed", self.req_id)
+            return error.with_traceback(None)  # the frames of its traceback hold tensors
+        return None
 
     def commit(self, candidates: Candidates | BatchedCommit) -> None:
         """Choose and write tokens, and collect the tokens that became final.
 
-        The device may be waiting for the next forward, so all other work is left to `report`.
+        The device may be waiting for the next forward, so `report` does all other work.
         """
         target, written = None, _NO_POSITIONS
         if isinstance(candidates, BatchedCommit):
@@ -344,10 +342,10 @@ class Canvas:
         return self.rule.num_settled(self.tokens)
 
     def _end_answer(self, final: list[int], start: int) -> None:
-        """Set `is_complete` if the new final tokens, which follow `start` others, end the answer.
+        """Set `is_complete` if the new final tokens `final` end the answer.
 
-        If a guest does not allow the end yet, the last token stays open and is removed from
-        `final`. A full canvas grows, if it can and the answer has not ended.
+        `start` is the canvas position of the first one. If a guest does not allow the end yet, the
+        last token is removed from `final`. A full canvas grows if it can and the answer continues.
         """
         if self.params.can_grow and self._num_final == self._canvas.size:
             self.new_lengths = (self.params.next_length,)
@@ -372,7 +370,7 @@ class Canvas:
         self._settled_threshold = 0
         if not self.keeps_approximately or not self.has_next:
             return
-        if self.facts:  # alone, the request would have read the cached keys
+        if self.facts:  # without the invalidation it would have read the cached keys
             self.facts["refreshed_early"] = True
         if self.params.cache == "frozen":
             return
@@ -401,10 +399,10 @@ class Canvas:
         self.num_steps += 1
 
     def count_committed(self) -> int:
-        """Return the number of canvas positions that the latest commit left committed.
+        """Return the number of committed canvas positions after the latest commit.
 
-        The first call after a commit shows the canvas to the guests. It must run before the rule
-        fills tokens for the next forward.
+        The first call after a commit also passes the canvas to the guests, so it must run before
+        the rule fills tokens for the next forward.
         """
         if self._num_committed is None:
             num_masked = int(np.count_nonzero(self._canvas == self.params.mask_id))

@@ -16,7 +16,7 @@ from vllm.diffusion.guided.open_window import FREE, OPEN, OpenWindow, can_be_com
 
 if TYPE_CHECKING:
     from vllm.diffusion.core.scoring import CandidateScoring
-    from vllm.diffusion.decoding import Candidates, ForwardTarget
+    from vllm.diffusion.decoding import Candidates, DecodingRule, ForwardTarget
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
 
@@ -28,7 +28,8 @@ class _Stretch:
     Attributes:
         rows: positions of the sequence.
         limit: maximum number of these positions that the string may take.
-        state: automaton state after the first `num_passed` positions, which never change again.
+        state: automaton state after the first `num_passed` positions, which change only if a text
+            is scored again.
     """
 
     rows: range
@@ -89,6 +90,10 @@ class Constraint(CanvasGuest):
     def grow(self, params: DiffusionParams, tokens: Array, sources: Array) -> None:
         self._params, canvas = params, self._stretches[-1]
         canvas.rows = range(canvas.rows.start, canvas.rows.start + params.num_open)
+
+    def rescored(self, rule: DecodingRule, positions: Array, step: int) -> None:
+        for stretch in self._stretches:
+            stretch.state = stretch.num_passed = 0
 
     def report(self, tokens: Array, final: range, *, is_complete: bool) -> dict[str, Any]:
         """Report whether the answer is a whole string that no text could continue."""
@@ -177,7 +182,7 @@ class Constraint(CanvasGuest):
         return OpenWindow(on_canvas, stretch.state, kinds, stretch.limit - end)
 
     def _pass(self, stretch: _Stretch, tokens_within: Array, first: int) -> None:
-        """Advance the state to position `first`; no earlier position changes again."""
+        """Advance the state to position `first`; no step changes an earlier position."""
         for token in tokens_within[stretch.num_passed : first].tolist():
             stretch.state = self._language.advance(stretch.state, token)
         stretch.num_passed = max(stretch.num_passed, first)

@@ -63,8 +63,14 @@ class DiskTransfer(WeightTransferEngine[DiskInitInfo, DiskUpdateInfo]):
         path = update_dict["path"]
         if not isinstance(path, str):
             raise CheckpointError(f"path: given {path!r}; wanted a string")
-        allowed = allowed_path(path, settings_of(self.vllm_config).weight_update_root)
-        return DiskUpdateInfo(readable_files(allowed, given=path))
+        try:
+            allowed = allowed_path(path, settings_of(self.vllm_config).weight_update_root)
+            return DiskUpdateInfo(readable_files(allowed, given=path))
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError):  # a name that no file can have
+            wanted = "wanted a file of safetensors, or a folder"
+            raise CheckpointError(f"path: given {path[:80]!r}; {wanted}") from None
 
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         pass

@@ -24,21 +24,20 @@ from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.decoding.introspective import Introspective
+from vllm.diffusion.engine.batch_item import ExtraItem
 from vllm.diffusion.engine.speculation.draft_pages import DraftPages
-from vllm.diffusion.engine.speculation.drafts import DraftWindow
 from vllm.diffusion.engine.step_guest import StepGuest
+from vllm.diffusion.engine.worker.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, ForwardTarget
-    from vllm.diffusion.engine.step_guest import BatchItem
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
-    from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.memory import KeptSequence, Plan
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
@@ -53,8 +52,8 @@ def drafts_in_branches(params: DiffusionParams) -> bool:
     return params.draft_branches == "all" and params.cache == "exact" and is_plain
 
 
-class Branch:
-    """The drafts of a request after a number of its current drafts; see `BatchItem`.
+class Branch(ExtraItem):
+    """The drafts of a request after a number of its current drafts.
 
     Args:
         canvas: the request.
@@ -64,11 +63,6 @@ class Branch:
         cache: pages of the branch.
     """
 
-    adjust_logits = None
-    pick = None
-    num_extra_draws = 0
-    wants_logprobs = False
-
     def __init__(
         self,
         canvas: Canvas,
@@ -77,11 +71,9 @@ class Branch:
         positions: Window,
         cache: KeptSequence,
     ) -> None:
-        self._canvas, self.number, self._target = canvas, number, target
-        self._positions = positions
-        self.window = DraftWindow(cache, canvas.window.kept_starts, 1, context=canvas)
-        self.req_id, self.params, self.rule = canvas.req_id, canvas.params, canvas.rule
-        self.prompt_length, self.num_steps = canvas.prompt_length, canvas.num_steps
+        super().__init__(canvas, canvas.rule, target, positions)
+        self.number = number
+        self.window = self.window._replace(cache=cache, context=canvas)
         self._tokens = canvas.tokens.copy()
         self._tokens[target.tail_start :] = canvas.params.mask_id
 
@@ -89,28 +81,12 @@ class Branch:
     def sequences(self) -> tuple[Array, ...]:
         return (self._tokens,)
 
-    def next_forward(self) -> tuple[ForwardTarget, Window]:
-        return self._target, self._positions
-
-    def token_ids(self, positions: Array) -> None:
-        """Return no tokens to be scored."""
-
-    def joints(self, target: ForwardTarget) -> list[Joint]:
-        return []
-
     def edits(self, positions: Array) -> RowEdits | None:
-        return self._canvas.edits(positions, self._tokens)
-
-    def draws(self, positions: Array) -> None:
-        """Return no random numbers for commits."""
+        return self.canvas.edits(positions, self._tokens)
 
 
 class DraftBranches(StepGuest):
-    """Adds branches to steps of few rows, and gives requests the drafts of the one that they need.
-
-    Args:
-        runner: the runner of the requests.
-    """
+    """Adds branches to steps of few rows, and gives requests the drafts of the one they need."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         super().__init__(runner)
@@ -152,7 +128,7 @@ class DraftBranches(StepGuest):
 
     def accepts(self, batch: StepBatch, plan: Plan) -> bool:
         graphs = self._runner.graphs
-        is_whole = plan.is_whole(batch.num_rows) and not plan.layout.is_streamed
+        is_whole = super().accepts(batch, plan) and not plan.layout.is_streamed
         return is_whole and (graphs is None or graphs.serves(batch))
 
     def collected(
@@ -177,6 +153,7 @@ def _branches_of(canvas: Canvas) -> list[tuple[int, ForwardTarget, Window]]:
         positions = canvas.window.of(own.rows)
         if positions is not None and positions.first == window.first == own.rows[0]:
             assert own.tail_start is not None
-            masks = canvas.window.rest_of(positions, own.tail_start)
-            branches.append((number, own, masks))
+            masks = range(own.tail_start, positions.stop)  # they read the keys before them
+            forward = positions.forward._replace(window=masks, kept=masks.start)
+            branches.append((number, own, Window.of(forward, canvas.window.visibility)))
     return branches

@@ -14,8 +14,8 @@ from vllm.diffusion.models.gemma_model import GemmaModel
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.messages import NewCanvas
-    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.samples import Samples
-from vllm.diffusion.engine.messages import MAX_SHARED_ROWS
+from vllm.diffusion.engine.scheduler.prompt_groups import MAX_SHARED_ROWS
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.messages import NewCanvas
-    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.batch import StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
@@ -40,11 +40,7 @@ class SharedRows(NamedTuple):
 
 
 class FirstForwards(StepGuest):
-    """Hidden states of the sample rows of first forwards, kept while requests may need them.
-
-    Args:
-        runner: the runner of the requests.
-    """
+    """Hidden states of the sample rows of first forwards, kept while requests may need them."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         super().__init__(runner)
@@ -134,7 +130,7 @@ def is_shared(canvas: BatchItem) -> bool:
 def is_copied(canvas: Canvas) -> bool:
     """Whether other requests can copy the cache of a request: only its first forward has run."""
     shares = canvas.window.cache is not None and shares_first_forward(canvas.params)
-    return shares and canvas.has_made_one_forward
+    return shares and canvas.num_forwards == 1 and not canvas.window.is_in_flight
 
 
 def shares_first_forward(params: DiffusionParams) -> bool:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vllm.diffusion.core.buffers import Buffers
     from vllm.diffusion.core.spans import AttentionLayout
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.engine.worker.batch import StepBatch, StepInputs
     from vllm.diffusion.engine.worker.sample_rows import SamplePart, SampleRows
     from vllm.diffusion.layers.rotary import Rotary
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.base import DiffusionModel
     from vllm.diffusion.ops import Array
     from vllm.diffusion.parallel.groups import Ranks
-
-_ALL = slice(None)
 
 T = TypeVar("T")
 # Work that stops before every chunk and yields the predicted seconds of the chunk.
@@ -71,12 +69,6 @@ class BodyOutputs(NamedTuple):
 class ForwardPass:
     """Computes steps: from a packed batch to the table of its samples.
 
-    Args:
-        model: the loaded model.
-        pool: memory of steps.
-        caches: cached keys and values.
-        ranks: ranks that compute the same steps.
-
     Attributes:
         note_first: receives a part of a step and its hidden states [r, D], which other requests may
             need; None if no request shares its prompt.
@@ -91,10 +83,7 @@ class ForwardPass:
     def run(self, rows: SampleRows, plan: Plan, body: BodyOutputs | None = None) -> Chunked[Tensor]:
         """Compute a step chunk by chunk and return the table of its samples.
 
-        Args:
-            rows: the step's sample rows.
-            plan: plan of the step.
-            body: the layers' results if a graph has computed them.
+        `body` has the layers' results if a graph has computed them.
         """
         # The host builds the parts while the graph runs.
         batch, parts = rows.batch, tuple(rows.parts(plan.rows.logits))
@@ -130,7 +119,7 @@ class ForwardPass:
         self, rows: SampleRows, part: SamplePart[Array], positions: Tensor, hidden: Tensor
     ) -> Samples[Tensor]:
         """Sample a part, given its `positions` [r] and `hidden` states [r, D] on the device."""
-        return sample(self.model, [(hidden, rows.row_groups(part, positions))], self.pool)
+        return sample(self.model, hidden, rows.row_groups(part, positions), self.pool)
 
     def broadcast_samples(self, samples: Samples[Tensor]) -> Tensor:
         """Return the samples table of rank 0 on every rank, so that all commit the same tokens.
@@ -278,16 +267,11 @@ def sources_of(
     v: Tensor,
     index: int,
     caches: PageStore,
-    heads: slice = _ALL,
+    heads: slice = slice(None),
 ) -> list[KeySource]:
-    """Return the sources of the keys and values that the rows of a chunk read.
+    """Return the sources of the keys and values that the rows of a chunk read in a layer.
 
-    Args:
-        layouts: the keys that the rows read.
-        k, v: [T, heads, hd], keys and values of this step.
-        index: index of the layer.
-        caches: the page store.
-        heads: the key/value heads in `k` and `v`.
+    `k` and `v` [T, heads, hd] are keys and values of this step, of the key/value heads `heads`.
     """
     sources = []
     for layout in layouts:

@@ -16,7 +16,7 @@ from vllm.diffusion import ops
 from vllm.diffusion.core import fp8_stages
 from vllm.diffusion.core.spans import KeyTarget
 from vllm.diffusion.engine.worker.forward import target_of
-from vllm.diffusion.engine.worker.streamed import StreamedForward, run_streamed
+from vllm.diffusion.engine.worker.streamed_layers import StreamedForward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,21 +26,11 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.core.spans import AttentionLayout, HeadGroup
     from vllm.diffusion.core.stages import Listed
-    from vllm.diffusion.engine.worker.forward import Chunked, ForwardPass
     from vllm.diffusion.engine.worker.row_shares import Chunk, RowPartition
-    from vllm.diffusion.engine.worker.sample_rows import SampleRows
-    from vllm.diffusion.memory import HostBuffers, Plan
-
-
-def run_fp8(
-    forward: ForwardPass, rows: SampleRows, plan: Plan, host: HostBuffers
-) -> Chunked[Tensor]:
-    """Compute a step as `run_streamed` does, with fp8 attention."""
-    return run_streamed(forward, rows, plan, host, Fp8Forward)
 
 
 class Fp8Forward(StreamedForward):
-    """Layers of one step with fp8 attention; the arguments are those of `StreamedForward`."""
+    """Layers of one step with fp8 attention; arguments as in `StreamedForward`."""
 
     keys_dtype = fp8_stages.FP8
 

@@ -16,20 +16,15 @@ from vllm.diffusion.decoding.daedal import Daedal
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.canvas import Canvas
-from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates
-    from vllm.diffusion.engine.step_guest import BatchItem
-    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.worker.runner import Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
-    from vllm.diffusion.memory import Plan
     from vllm.diffusion.request.params import DiffusionParams
-
-logger = init_logger(__name__)
 
 # Lengths of a request's first step. Each later step evaluates twice as many as all steps before.
 FIRST_LENGTHS = 4
@@ -66,16 +61,11 @@ class LengthSearch(StepGuest):
             if length - params.expansion >= params.max_tokens:
                 return
             own = dataclasses.replace(params, gen_length=min(length, params.max_tokens))
-            longer = Canvas(
-                NewCanvas(canvas.req_id, prompt, own),
-                visibility=self._runner.model.family.visibility,
-            )
+            new = NewCanvas(canvas.req_id, prompt, own)
+            longer = Canvas(new, self._runner.model.family.visibility)
             longer.num_steps = canvas.num_steps + number
             longer.use_weights(self._runner.weight_generation)
             yield longer
-
-    def accepts(self, batch: StepBatch, plan: Plan) -> bool:
-        return plan.is_whole(batch.num_rows)
 
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
@@ -90,11 +80,8 @@ class LengthSearch(StepGuest):
             canvas.num_drafts += item is not canvas
             if not _is_searching(canvas) or canvas.new_lengths[-1:] != (item.params.gen_length,):
                 continue
-            try:
-                item.commit(result)
-            except Exception as error:
-                logger.exception("decoding of request %s failed", req_id)
-                outcomes[req_id] = error
+            outcomes[req_id] = item.failure_of(item.commit, result)
+            if outcomes[req_id] is not None:
                 continue
             item.new_lengths = canvas.new_lengths + item.new_lengths
             item.num_drafts = canvas.num_drafts

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming
+from vllm.diffusion.engine.long_steps import LongStepReport, PausedStep
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
 from vllm.diffusion.engine.worker.step_memory import Step
 from vllm.diffusion.memory import OUT_OF_MEMORY, HostBuffers
 
 if TYPE_CHECKING:
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.long_steps import StepSlice
-    from vllm.diffusion.engine.step_guest import BatchItem
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import Chunked
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
@@ -88,11 +88,7 @@ class _Stopwatch:
 
 
 class LongStepRunner(StepGuest):
-    """Runs one long step at a time, slice by slice.
-
-    Args:
-        runner: the runner of the requests.
-    """
+    """Runs one long step at a time, slice by slice."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         super().__init__(runner)
@@ -189,17 +185,16 @@ class LongStepRunner(StepGuest):
 
     def output_fields(self) -> dict[str, Any]:
         """Return the paused step, and the times of slices that have ended since the last call."""
-        fields = dict[str, Any]()
+        paused = None
         if self._paused is not None:
-            fields["paused"] = PausedStep(self._paused.req_id, self._pool.frame_bytes)
+            paused = PausedStep(self._paused.req_id, self._pool.frame_bytes)
         over = []
         while self._in_flight and self._in_flight[0][1].has_ended:
             over.append(self._in_flight.popleft())
-        if over:
-            seconds, watches = zip(*over, strict=True)
-            taken_s = sum(watch.taken_s for watch in watches)
-            fields["slice_timing"] = SliceTiming(sum(seconds), taken_s, len(over))
-        return fields
+        if paused is None and not over:
+            return {}
+        seconds, taken_s = sum(s for s, _ in over), sum(watch.taken_s for _, watch in over)
+        return {"long_steps": LongStepReport(paused, seconds, taken_s, len(over))}
 
     def pages_changed(self, req_id: str, *, are_replaced: bool) -> None:
         if are_replaced:

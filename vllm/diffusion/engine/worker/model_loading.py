@@ -11,8 +11,8 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
-from vllm.diffusion.config import settings_of
 from vllm.diffusion.core import envs
+from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.planning import make_planner
 from vllm.diffusion.engine.worker.adapting import AdaptingRunner, LoadedAdapters
 from vllm.diffusion.engine.worker.agreement import Agreement, Barrier
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from vllm.config import LoadConfig, VllmConfig
     from vllm.diffusion.models.base import DiffusionModel
-    from vllm.diffusion.parallel.groups import Ranks
+    from vllm.diffusion.parallel.groups import RankGroup, Ranks
 
 logger = init_logger(__name__)
 
@@ -79,13 +79,17 @@ def load_model(
     if unknown and vllm_config.parallel_config.rank == 0:
         logger.warning("config.json: the keys %s are unknown and have no effect", unknown)
         if suspicious := suspicious_keys(vars(config), unknown):
-            logger.warning("config.json: %s may require another forward pass", suspicious)
+            logger.warning(
+                "config.json: the names of %s suggest a model that computes positions in another "
+                "way; compare its answers with the code of its authors",
+                suspicious,
+            )
     seconds = time.perf_counter() - start
     logger.info("model loaded: %s of weights in %.1f s", readable(size), seconds)
     count, quantised, plain = quantised_sizes(model, dtype)
     if count:
         logger.info(
-            "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; others are plain",
+            "quantised: %d matrices as %s, %.2f GiB instead of %.2f GiB; the others are plain",
             count,
             vllm_config.quant_config.get_name(),
             quantised / 2**30,
@@ -106,11 +110,32 @@ def _warn_of_broken(model: DiffusionModel) -> None:
     broken = [name for name, whole in zip(names, is_whole, strict=True) if not whole]
     if broken:
         logger.warning(
-            "weights: NaN or infinite numbers in %d of %d tensors, first %s; answers are noise",
+            "weights: NaN or infinite numbers in %d of %d tensors, first %s; answers will be noise",
             len(broken),
             len(names),
             broken[0],
         )
+
+
+def load_everywhere(
+    ranks: RankGroup, load: Callable[[], tuple[DiffusionModel, WeightMemory]]
+) -> tuple[DiffusionModel, WeightMemory]:
+    """Return what `load` returns; every rank must call this.
+
+    Raises:
+        ServerConfigError: on every rank, if a setting is unusable on one rank. Kernels that one
+            rank checks may be in order on the others.
+    """
+    loaded, refusal = None, None
+    try:
+        loaded = load()
+    except ServerConfigError as error:
+        refusal = str(error)
+    refusals = [text for text in ranks.all_gather_object(refusal) if text is not None]
+    if refusals:
+        raise ServerConfigError(refusals[0])
+    assert loaded is not None
+    return loaded
 
 
 def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agreement | None:
@@ -121,7 +146,8 @@ def join_ranks(ranks: Ranks, model: DiffusionModel, device: torch.device) -> Agr
     board = ranks.every.join_board() if may_fail else None
     row_bytes = model.hidden_size * model.dtype.itemsize
     summing = board if may_fail else tensor.join_board()
-    ops.join_ranks(device, _SUMMED_ROWS * row_bytes, summing)
+    num_bytes = _SUMMED_ROWS * row_bytes
+    ops.join_ranks(device, num_bytes, summing, is_invariant=model.is_batch_invariant)
     if not ranks.are_several:
         return None
     watchdog.follow_ranks(processes_here(get_world_group().cpu_group))
@@ -158,7 +184,7 @@ def make_runner(
     adapters: LoadedAdapters | None = None,
 ) -> DiffusionModelRunner:
     """Create the runner of a loaded model, with the free memory of the device."""
-    rates, weighs = rates_of(device, ranks.every), settings_of(vllm_config).weighs_guesses
+    rates = rates_of(device, ranks.every)
     utilization = vllm_config.cache_config.gpu_memory_utilization
     budget = activation_budget(device, utilization, ranks.every)
     pool = activation_pool(
@@ -177,5 +203,4 @@ def make_runner(
         graph_memory=GraphMemory(device, pool) if has_graphs else None,
         max_model_len=vllm_config.model_config.max_model_len,
         ranks=ranks,
-        weighs_guesses=device.type == "cuda" if weighs is None else weighs,
     )

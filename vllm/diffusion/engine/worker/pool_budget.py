@@ -43,7 +43,7 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
     if budget < 1:
         raise ServerConfigError(
             f"gpu_memory_utilization: given {utilization}; no memory is left for activations "
-            "beside the weights: wanted more, or VLLM_ACTIVATION_POOL_SIZE_BYTES"
+            "after the weights; wanted a larger value, or VLLM_ACTIVATION_POOL_SIZE_BYTES"
         )
     return budget
 

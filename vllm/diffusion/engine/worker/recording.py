@@ -292,7 +292,7 @@ class Recorder(CanvasGuest):
 class CompleteBlocks(CanvasGuest):
     """Makes answers end only when the block of their last token is filled.
 
-    The arguments are those of `Recorder`.
+    Arguments as in `Recorder`.
     """
 
     only_watches = True

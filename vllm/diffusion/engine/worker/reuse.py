@@ -2,7 +2,7 @@
 """Reuse of keys and values: decides which positions a forward computes.
 
 Without a cache every forward computes all positions. Approximate and frozen caches keep keys and
-values of all positions, exact caches those of final positions.
+values of all positions, exact caches keep keys and values of final positions.
 """
 
 from __future__ import annotations
@@ -139,12 +139,13 @@ class Exact(Windows):
 
     Args:
         visibility: blocks of the request.
+        unit: as in `Windows`.
         fuses: whether a finished block may be computed together with the next one.
     """
 
-    def __init__(self, visibility: Visibility, *, fuses: bool) -> None:
+    def __init__(self, visibility: Visibility, unit: int, *, fuses: bool) -> None:
         self._visibility = visibility
-        self.unit, self.least_committed = visibility.block_length, visibility.next_final(0)
+        self.unit, self.least_committed = unit, visibility.next_final(0)
         self._fuses = fuses
 
     def next(self, rows: tuple[int, int], room: int = ALL_ROWS) -> Forward:
@@ -187,4 +188,5 @@ def windows_of(
     if visibility.block_length == 0:
         raise ValueError(f"cache: given exact; wanted a block-causal family, not {visibility}")
     fuses = isinstance(visibility, BlockCausal) and envs.fuses_commits()
-    return Exact(visibility, fuses=fuses or params.is_open)
+    fuses = fuses or params.is_open or params.settles_late
+    return Exact(visibility, params.unit_of_cuts(length), fuses=fuses)

@@ -10,18 +10,24 @@ copies of the canvas in which a part of its tokens is masked. They commit nothin
 
 In block-causal families only the first block with an unlikely token or a mask is masked and filled.
 Then the blocks after it are scored again, because their tokens depend on it.
+
+With `slack`, masks are added behind the masked tokens, and the rest of the text moves
+(`editing/slack.py`). End tokens that fill masks of the text are removed at the end of the round, so
+no token of the answer is final before the last round has ended.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm.diffusion.decoding import Commit, ForwardTarget, make_rule
-from vllm.diffusion.decoding.text_scan import TextScan
+from vllm.diffusion.decoding.text_scan import TextScan, end_of
 from vllm.diffusion.editing.choice import StripedScores, choose
+from vllm.diffusion.editing.slack import with_slack, without
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.request.visibility import FULL
 
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import BatchedCommit, Candidates, DecodingRule, ScorePick
     from vllm.diffusion.engine.messages import NewCanvas
     from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.memory import KeptSequence
+    from vllm.diffusion.guided.joint import Joint
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.visibility import Visibility
     from vllm.diffusion.sampling import RowEdits
@@ -46,7 +52,7 @@ def make_canvas(new: NewCanvas, visibility: Visibility) -> Canvas:
     kind = Canvas
     if new.params.revision is not None:
         kind = TextCanvas if new.params.scores_directly else RevisedCanvas
-    return kind(new, visibility=visibility)
+    return kind(new, visibility)
 
 
 class TextCanvas(Canvas):
@@ -55,17 +61,15 @@ class TextCanvas(Canvas):
     With guidance, and for penalties, the text counts as a part of the answer.
     """
 
-    def __init__(
-        self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
-    ) -> None:
+    def __init__(self, new: NewCanvas, visibility: Visibility = FULL) -> None:
         # All that depends on the first masks is created before the text is written.
-        super().__init__(new, cache, visibility)
+        super().__init__(new, visibility)
         if self.params.revision is None:
             raise ValueError("revision: wanted a text, got None")
         self._revision = self.params.revision
         self._text = self._canvas[: self.params.num_open]  # a view: the positions of the answer
         # A format's prefix is no part of the text.
-        rest = self.params.eos_id if self.params.ends_with_text else self.params.mask_id
+        rest = self.params.pad_id if self.params.ends_with_text else self.params.mask_id
         self._text[:] = rest
         self._text[: len(self._revision.token_ids)] = self._revision.token_ids
         self._text[list(self._revision.broken)] = self.params.mask_id
@@ -89,17 +93,24 @@ class TextCanvas(Canvas):
 class RevisedCanvas(TextCanvas):
     """A canvas whose text is scored, masked and filled in rounds."""
 
-    def __init__(
-        self, new: NewCanvas, cache: KeptSequence | None = None, visibility: Visibility = FULL
-    ) -> None:
-        super().__init__(new, cache, visibility)
+    def __init__(self, new: NewCanvas, visibility: Visibility = FULL) -> None:
+        super().__init__(new, visibility)
         self._original = self._text.copy()
         self._original[: len(self._revision.token_ids)] = self._revision.token_ids
         self._is_pinned = self._revision.is_pinned(self._text.size)
+        self._stop = len(self._revision.token_ids)  # end of the text among the answer's positions
+        if self.params.ends_with_text:
+            self._is_pinned[self._stop :] = True
+        self._is_open = self._original == self.params.mask_id  # has been a mask of the text
+        self._is_open[self._stop :] = False
+        ends = (self.params.eos_id, self.params.eot_id, self.params.pad_id)
+        self._end_ids = [token for token in ends if token is not None]
+        self._num_more_forwards = 0  # forwards beyond the first one of each step
+        self._num_removed = 0  # tokens of the given text that are removed
         self._rounds_left = self._revision.rounds
         self._known_texts = set[bytes]()
         self._num_remasked = len(self._revision.broken)
-        self._use_rule(self.rule)
+        self._use_rule(self._make_rule() if self._revision.slack else self.rule)
         self._scores: StripedScores | None = None
         # Positions that are scored or filled before any later one.
         self._part = range(self.prompt_length, self.length)
@@ -143,7 +154,8 @@ class RevisedCanvas(TextCanvas):
         is_found = self._text == self.params.mask_id
         if not is_mask:
             is_found = ~(is_found | self._is_pinned)
-        if self.params.is_block_causal and self.params.stop_ids:
+        has_ends = bool(self.params.stop_ids) and not self._revision.slack
+        if self.params.is_block_causal and has_ends:
             ends = np.isin(self._text, list(self.params.stop_ids)).nonzero()[0]
             is_found[ends[0] + 1 if ends.size else self._text.size :] = False
         positions: Array = self.prompt_length + is_found.nonzero()[0]
@@ -177,8 +189,13 @@ class RevisedCanvas(TextCanvas):
     def commit_copy(self, candidates: Candidates | BatchedCommit) -> None:
         """Commit the scores of another copy that the same step has computed."""
         self.begin()
-        self.num_steps -= 1
         self.commit(candidates)
+        self._num_more_forwards -= 1
+
+    @property
+    def num_forwards(self) -> int:
+        """Number of forwards so far; scoring is one step, which may take several forwards."""
+        return super().num_forwards + self._num_more_forwards
 
     @property
     def sequences(self) -> tuple[Array, ...]:
@@ -191,6 +208,10 @@ class RevisedCanvas(TextCanvas):
     def edits(self, positions: Array, tokens: Array | None = None) -> RowEdits | None:
         """Return the changes of logits; none for scores."""
         return None if self.pending_copies else super().edits(positions, tokens)
+
+    def joints(self, target: ForwardTarget) -> list[Joint]:
+        """Return the joint choices of the next forward; none for scores, which choose no token."""
+        return [] if self.pending_copies else super().joints(target)
 
     @property
     def adjust_logits(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
@@ -220,7 +241,7 @@ class RevisedCanvas(TextCanvas):
         """Return the commit of a forward; after the last copy, the tokens to mask again."""
         scores = self._scores
         if scores is None:
-            return super()._chosen(candidates)
+            return self._without_ends(super()._chosen(candidates))
         if candidates.logprobs is None:
             raise ValueError("logprobs: a scoring forward needs them, got None")
         scores.note(candidates.positions, candidates.logprobs[0])
@@ -229,6 +250,9 @@ class RevisedCanvas(TextCanvas):
         if forward is not None and self.params.is_block_causal:
             self.window.computed(forward, self._num_settled())
         if scores.pending:
+            # Scoring is one step, so that random numbers do not depend on the rows of a step.
+            self.num_steps -= 1
+            self._num_more_forwards += 1
             return _NOTHING
         self._scores, self.wants_logprobs = None, self.params.has_extras
         chosen = self._chosen_again(scores)
@@ -236,10 +260,11 @@ class RevisedCanvas(TextCanvas):
         self._num_remasked += chosen.size
         if self._most is not None:
             self._most -= chosen.size
-        self._use_rule(make_rule(self.params, self.prompt_length))
+        self._use_rule(self._make_rule())
         for guest in self._guests:
             guest.rescored(self.rule, chosen, self.num_steps + 1)
-        return Commit(chosen, np.full(chosen.size, self.params.mask_id))
+        masked = Commit(chosen, np.full(chosen.size, self.params.mask_id))
+        return self._with_slack(masked) if chosen.size else self._without_ends(masked)
 
     def _chosen_again(self, scores: StripedScores) -> Array:
         """Return the positions to mask again, and limit the part to their block."""
@@ -247,7 +272,8 @@ class RevisedCanvas(TextCanvas):
         is_mask = self._original == self.params.mask_id
         is_changed = self._original != self._text
         if budget is not None:
-            budget -= int(np.count_nonzero(is_changed & ~is_mask))
+            budget -= int(np.count_nonzero(is_changed & ~is_mask)) + self._num_removed
+            budget = max(budget, 0)
         chosen = choose(
             scores.logprobs,
             noise=revision.noise,
@@ -263,6 +289,79 @@ class RevisedCanvas(TextCanvas):
             self._part = self._block_of(first)
         return positions[positions < self._part.stop]
 
+    # ---- length ----
+
+    def _with_slack(self, masked: Commit) -> Commit:
+        """Return a commit that masks tokens, and adds masks behind each run of them."""
+        slack, at = self._revision.slack, masked.positions - self.prompt_length
+        self._is_open[at] = True
+        if not slack:
+            return masked
+        text = self._text.copy()
+        text[at] = self.params.mask_id
+        sources = with_slack(at, slack, self._stop, text.size)
+        self._stop += int(np.count_nonzero(sources < 0))
+        return self._moved(text, sources, self.params.mask_id)
+
+    def _without_ends(self, commit: Commit) -> Commit:
+        """Return a commit that also removes end tokens from the text if it ends the round."""
+        if not self._revision.slack:
+            return commit
+        text, at = self._text.copy(), commit.positions - self.prompt_length
+        is_of_text = at < text.size
+        text[at[is_of_text]] = commit.tokens[is_of_text]
+        later = self._is_pinned[max(self._part.stop - self.prompt_length, 0) :]
+        has_more_parts = self._revision.changes_tokens and not later.all()
+        if has_more_parts or (text == self.params.mask_id).any():
+            return commit
+        is_end = np.isin(text, self._end_ids)
+        is_removed = is_end & self._is_open
+        self._num_removed += int(
+            np.count_nonzero(is_removed & (self._original != self.params.mask_id))
+        )
+        if not self.params.ends_with_text:
+            self._stop = end_of(~is_end, self._stop)
+        self._stop -= int(np.count_nonzero(is_removed[: self._stop]))
+        assert self.params.pad_id is not None
+        return self._moved(text, without(is_removed), self.params.pad_id)
+
+    def _moved(self, text: Array, sources: Array, token: int) -> Commit:
+        """Move the tokens of a text [N], and return the commit that writes them.
+
+        Args:
+            text: the text before the move.
+            sources: [N] int64, the previous position of each position; -1 for `token`.
+            token: the mask token, or the one behind the end of an answer.
+        """
+        is_new, is_mask = sources < 0, token == self.params.mask_id
+        self._is_open = np.where(is_new, is_mask, self._is_open[sources])
+        self._is_pinned = np.where(is_new, not is_mask, self._is_pinned[sources])
+        self._original = np.where(is_new, token, self._original[sources])
+        sequence = np.arange(self.prompt_length + self._canvas.size)
+        sequence[self.prompt_length :][: sources.size] = np.where(
+            is_new, -1, self.prompt_length + sources
+        )
+        for guest in self._guests:
+            guest.grow(self.params, self.tokens[: sequence.size], sequence)
+        text = np.where(is_new, token, text[sources])
+        changed = (text != self._text).nonzero()[0]
+        return Commit(self.prompt_length + changed, text[changed])
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the last round has ended."""
+        has_masks = bool((self._text == self.params.mask_id).any())
+        return not self._rounds_left and self._scores is None and not has_masks
+
+    def _make_rule(self) -> DecodingRule:
+        """Create the rule that fills the masks; end tokens end no answer if they are removed."""
+        params = self.params
+        if self._revision.slack:
+            params = replace(params, stop_ids=frozenset())
+        return make_rule(params, self.prompt_length)
+
+    # ---- progress ----
+
     def _write(self, commit: Commit | BatchedCommit) -> None:
         super()._write(commit)
         masked = self._find(self._part.start, is_mask=True)
@@ -277,7 +376,7 @@ class RevisedCanvas(TextCanvas):
 
     def _num_settled(self) -> int:
         """Return the number of settled positions; tokens of the text settle in the last round."""
-        if self._rounds_left:
+        if self._rounds_left or (self._revision.slack and not self._is_over):
             return self.prompt_length
         if self._scores is not None:
             return max(self._part.start, self.prompt_length)

@@ -4,15 +4,33 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.engine.scheduler.turns import by_priority, take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits
+    from vllm.diffusion.engine.scheduler.turns import NextForward
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
+
+
+class StepLimits(NamedTuple):
+    """Limits above which a step takes only some of the waiting requests.
+
+    Two such steps then alternate.
+
+    Attributes:
+        rows: maximum rows of windows that one graph serves; larger steps are not faster per row.
+        requests: number of requests above which the host takes longer than a device needs for a
+            second step.
+        holds_for_all: whether `rows` also limits steps that contain other rows than windows.
+            Without this, such a step takes at least half of the rows that wait.
+    """
+
+    rows: int
+    requests: int = 128
+    holds_for_all: bool = False
 
 
 def next_behind(

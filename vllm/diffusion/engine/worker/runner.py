@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run denoise steps: pack, plan, compute, sample and commit one step of the given requests.
+"""Run denoising steps: pack, plan, compute, sample and commit one step of the given requests.
 
 `StepLoop` calls this module, decides which requests step next, and handles errors. Capabilities
 that only some requests need take part as guests (`step_guest.py`).
@@ -22,7 +22,6 @@ from vllm.diffusion import ops
 from vllm.diffusion.core.errors import BrokenLogitsError
 from vllm.diffusion.decoding import Candidates
 from vllm.diffusion.engine.messages import StepUsage
-from vllm.diffusion.engine.planning import rule_memory
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.engine.worker.batch import build_batch
 from vllm.diffusion.engine.worker.forward import ForwardPass, run_to_end
@@ -34,30 +33,22 @@ from vllm.diffusion.engine.worker.step_log import StepLog
 from vllm.diffusion.engine.worker.step_log import logger as step_logger
 from vllm.diffusion.engine.worker.step_memory import PoolAccount, Step
 from vllm.diffusion.engine.worker.streamed import run_streamed
-from vllm.diffusion.memory import (
-    HostBuffers,
-    PageAllocator,
-    PageStore,
-    RuleMemory,
-    WindowedPageStore,
-)
+from vllm.diffusion.memory import HostBuffers, PageAllocator, page_store_of
 from vllm.diffusion.parallel.groups import Ranks
-from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.diffusion.decoding import BatchedCommit
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.messages import NewCanvas, NewPages
-    from vllm.diffusion.engine.step_guest import BatchItem, StepGuest
+    from vllm.diffusion.engine.step_guest import StepGuest
     from vllm.diffusion.engine.worker.batch import Packing, StepBatch
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.forward import BodyOutputs, Chunked
     from vllm.diffusion.memory import ActivationPool, GraphMemory, Plan, Planner
     from vllm.diffusion.models.base import DiffusionModel
-
-logger = init_logger(__name__)
 
 G = TypeVar("G", bound="StepGuest")
 
@@ -69,17 +60,12 @@ class DiffusionModelRunner:
     """Owns the canvases of the running requests and moves them one step at a time.
 
     Args:
-        model: the loaded model.
-        planner: plans the chunk sizes of steps.
         pool: memory for steps and for cached keys and values, on the model's device.
-        device: device of the model.
         is_reporting: whether this rank writes the log lines of steps.
         agreement: agreement with the ranks that run the same steps; None for one rank.
         graph_memory: memory for CUDA graphs of the layers; None runs without graphs.
         max_model_len: positions of the longest sequence.
         ranks: ranks that compute the same steps; None for a single rank.
-        weighs_guesses: whether to draft only states that are expected to save time; otherwise every
-            request gets the number of drafts that it asks for.
 
     Attributes:
         splits_tails: whether tails (`ForwardTarget.tail_start`) come last in a step.
@@ -106,14 +92,13 @@ class DiffusionModelRunner:
         graph_memory: GraphMemory | None = None,
         max_model_len: int = 0,
         ranks: Ranks | None = None,
-        weighs_guesses: bool = False,
     ) -> None:
         self.model = model
         self.planner = planner
         self.device = device
         self.pool = pool
         self.host = HostBuffers(is_pinned=device.type == "cuda")
-        self.caches = _page_store(model, planner, pool)
+        self.caches = page_store_of(planner.shape, pool)
         self.pages = PageAllocator(self.caches, pool)
         self.agreement = agreement
         self.graphs: GraphRunner | None = None
@@ -128,7 +113,6 @@ class DiffusionModelRunner:
                 max_model_len,
             )
         self.canvases: dict[str, Canvas] = {}
-        self.weighs_guesses = weighs_guesses
         self.epoch = 0
         self.weight_generation = model.weight_generation  # weights of the next step
         self.ranks = ranks or Ranks()
@@ -141,10 +125,10 @@ class DiffusionModelRunner:
         self._collected: list[tuple[Step, float]] = []
         self.guests: tuple[StepGuest, ...] = ()
 
-    # ---- one denoise step ----
+    # ---- one denoising step ----
 
     def launch(self, req_ids: list[str]) -> Step:
-        """Launch one denoise step of the given requests without waiting for a GPU."""
+        """Launch one denoising step of the given requests without waiting for a GPU."""
         started = time.perf_counter()
         canvases = [self.canvases[req_id] for req_id in req_ids]
         extra = [guest.extra_items(canvases, self.planner.row_budget) for guest in self.guests]
@@ -164,11 +148,7 @@ class DiffusionModelRunner:
         self, rows: SampleRows, plan: Plan, host: HostBuffers, body: BodyOutputs | None = None
     ) -> Chunked[torch.Tensor]:
         """Compute a step chunk by chunk with the forward pass that its plan requires."""
-        if plan.layout.fp8_attention:
-            from vllm.diffusion.engine.worker.fp8_step import run_fp8
-
-            return run_fp8(self.forward, rows, plan, host)
-        if plan.layout.is_streamed and body is None:
+        if plan.layout.is_streamed:  # then no graph serves the step
             return run_streamed(self.forward, rows, plan, host)
         return self.forward.run(rows, plan, body)
 
@@ -257,7 +237,7 @@ class DiffusionModelRunner:
             self._log.host_layers(new.req_id, self.caches)
         canvas.use_weights(self.weight_generation)
         self.canvases[new.req_id] = canvas
-        self._count_rules(canvas)
+        self.account.count_rules(canvas.params, self.canvases.values())
         for kind in guests_needed(new, self):
             self.join(kind)
         for guest in self.guests:
@@ -314,15 +294,9 @@ class DiffusionModelRunner:
             guest.removed(req_id)
         canvas = self.canvases.pop(req_id, None)
         if canvas is not None:
-            self._count_rules(canvas)
+            self.account.count_rules(canvas.params, self.canvases.values())
         self.pages.release(req_id)
         self._packing = None
-
-    def _count_rules(self, changed: Canvas) -> None:
-        """Count the memory of all rules, if the rule of a request that came or went takes any."""
-        if any(rule_memory(changed.params)):
-            running = self.canvases.values()
-            self.account.rule_bytes = RuleMemory.of_all(rule_memory(c.params) for c in running)
 
     # ---- memory ----
 
@@ -348,20 +322,8 @@ class DiffusionModelRunner:
         return StepUsage(self.budget_bytes, self.planner.rates, *cache_bytes)
 
 
-def _page_store(model: DiffusionModel, planner: Planner, pool: ActivationPool) -> PageStore:
-    num_layers, layers = len(model.layers), planner.shape.window_layers
-    if layers is not None:
-        return WindowedPageStore(layers, num_layers, model.dtype, pool)
-    return PageStore(num_layers, model.num_kv_heads, model.head_dim, model.dtype, pool)
-
-
 def _commit(canvas: Canvas, result: Candidates | BatchedCommit) -> Exception | None:
     """Commit the candidates of a request; return the error that ends this request alone, if any."""
     if isinstance(result, Candidates) and result.scores.size and np.isnan(result.scores).all():
         return BrokenLogitsError()
-    try:
-        canvas.commit(result)
-    except Exception as error:
-        logger.exception("decoding of request %s failed", canvas.req_id)
-        return error
-    return None
+    return canvas.failure_of(canvas.commit, result)

@@ -175,21 +175,8 @@ class SampleRows:
             )
         ]
 
-    def candidates(self, samples: Array, number: int, draw: int = 0) -> Candidates:
-        """Return the candidates of one request, by its index in the batch.
-
-        This also works after a joint choice. The candidates have no log probabilities. `samples` is
-        the table of all samples, on the host. `draw` is the number of an extra draw, from 1, or 0
-        for the first draw.
-        """
-        end = int(self._ends[number])
-        target = self.batch.targets[number]
-        table = samples[3 * draw : 3 * draw + 3, end - target.eligible.size : end]
-        tokens, greedy = table[0].astype(np.int64), table[2].astype(np.int64)
-        return Candidates(target.eligible, tokens, table[1], greedy)
-
     @cached_property
-    def _ends(self) -> Array:
+    def ends(self) -> Array:
         """For each request, the end of its columns in the table."""
         return np.cumsum([target.eligible.size for target in self.batch.targets])
 

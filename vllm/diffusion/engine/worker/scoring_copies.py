@@ -10,28 +10,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.decoding import ForwardTarget
-from vllm.diffusion.engine.speculation.drafts import DraftWindow
+from vllm.diffusion.engine.batch_item import ExtraItem
 from vllm.diffusion.engine.step_guest import StepGuest
 from vllm.diffusion.engine.worker.revised_canvas import RevisedCanvas
-from vllm.logger import init_logger
+from vllm.diffusion.engine.worker.window import Window
+from vllm.diffusion.request.visibility import Forward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.diffusion.decoding import BatchedCommit, Candidates
-    from vllm.diffusion.engine.step_guest import BatchItem
-    from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.runner import Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
-    from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.guided.joint import Joint
-    from vllm.diffusion.memory import Plan
     from vllm.diffusion.ops import Array
     from vllm.diffusion.request.params import DiffusionParams
-    from vllm.diffusion.sampling import RowEdits
-
-logger = init_logger(__name__)
 
 
 def scores_text(params: DiffusionParams) -> bool:
@@ -41,8 +35,8 @@ def scores_text(params: DiffusionParams) -> bool:
     return params.revision.changes_tokens
 
 
-class ScoringCopy:
-    """A copy of a request's text, in the form of `BatchItem`.
+class ScoringCopy(ExtraItem):
+    """A copy of a request's text.
 
     Args:
         canvas: the request.
@@ -50,38 +44,19 @@ class ScoringCopy:
         window: all positions of the sequence.
     """
 
-    pick = None
-    num_extra_draws = 0
+    canvas: RevisedCanvas
     wants_logprobs = True
-    adjust_logits = None
 
     def __init__(self, canvas: RevisedCanvas, positions: Array, window: Window) -> None:
-        self.canvas = canvas
-        self.window = DraftWindow(None, canvas.window.kept_starts, canvas.window.num_sequences)
-        self.req_id, self.params, self.rule = canvas.req_id, canvas.params, canvas.rule
-        self.prompt_length, self.num_steps = canvas.prompt_length, canvas.num_steps
-        self._positions, self._computed = positions, window
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of the copy's forward."""
-        return self._computed.num_rows * self.window.num_sequences
+        super().__init__(canvas, canvas.rule, ForwardTarget(positions, (0, window.stop)), window)
+        self._masked = positions
 
     @property
     def sequences(self) -> tuple[Array, ...]:
-        return self.canvas.masked_at(self._positions)
-
-    def next_forward(self) -> tuple[ForwardTarget, Window]:
-        return ForwardTarget(self._positions, (0, self._computed.stop)), self._computed
+        return self.canvas.masked_at(self._masked)
 
     def token_ids(self, positions: Array) -> Array:
         return self.canvas.named_tokens(positions)
-
-    def joints(self, target: ForwardTarget) -> list[Joint]:
-        return []
-
-    def edits(self, positions: Array) -> RowEdits | None:
-        return None
 
     def draws(self, positions: Array) -> Array | None:
         return self.canvas.draws(positions)
@@ -97,7 +72,8 @@ class ScoringCopies(StepGuest):
         room = row_budget - sum(canvas.count_next_rows() for canvas in canvases)
         items = list[ScoringCopy]()
         for canvas in scoring:
-            window = canvas.window.without_cache(canvas.begin().rows[1])
+            forward = Forward(range(canvas.begin().rows[1]))
+            window = Window.of(forward, canvas.window.visibility)
             for positions in canvas.pending_copies[1:]:
                 if canvas.window.has_fp8_attention:
                     break
@@ -107,9 +83,6 @@ class ScoringCopies(StepGuest):
                     return items
                 items.append(copy)
         return items
-
-    def accepts(self, batch: StepBatch, plan: Plan) -> bool:
-        return plan.is_whole(batch.num_rows)
 
     def collected(
         self, step: Step, candidates: Sequence[Candidates | BatchedCommit], outcomes: Outcomes
@@ -121,8 +94,4 @@ class ScoringCopies(StepGuest):
                 continue
             if outcomes.get(item.req_id, True) is not None:
                 continue
-            try:
-                item.canvas.commit_copy(result)
-            except Exception as error:
-                logger.exception("decoding of request %s failed", item.req_id)
-                outcomes[item.req_id] = error
+            outcomes[item.req_id] = item.canvas.failure_of(item.canvas.commit_copy, result)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.core import envs
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.ops.rooms import rooms
+from vllm.diffusion.ops.native_packages import native_packages
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def build_info(
     """Return the values of the labels of `dllm:build_info`, by label."""
     on_gpu = device.type == "cuda"
     builds = {
-        room.name: "kernels" if on_gpu and room.is_built else "reference"
-        for room in rooms()
-        if room.name != "vmm_allocator"
+        package.name: "kernels" if on_gpu and package.is_built else "reference"
+        for package in native_packages()
+        if package.name != "vmm_allocator"
     }
     builds["fused_ops"] = dispatch.card_of(device).tier.value
     return {
@@ -103,19 +103,19 @@ def log_build_info(
 ) -> None:
     """Log one line for each part; warn of packages that are not built for this GPU."""
     on_gpu = device.type == "cuda"
-    for room in rooms():
-        if on_gpu and not room.is_built:
+    for package in native_packages():
+        if on_gpu and not package.is_built:
             logger.warning(
-                "%s: not built, so this GPU runs without it; build it with: %s",
-                room.name,
-                room.remedy,
+                "%s: not built, so slower PyTorch code replaces it; build it with: %s",
+                package.name,
+                package.remedy,
             )
         elif on_gpu:
-            is_shown = room.name == "fused_ops" and "fused_ops" in info
+            is_shown = package.name == "fused_ops" and "fused_ops" in info
             which = _PRODUCTS[dispatch.KernelTier(info["fused_ops"])] if is_shown else "kernels"
-            logger.info("%s: %s", room.name, which)
+            logger.info("%s: %s", package.name, which)
         else:
-            logger.info("%s: PyTorch reference (no GPU)", room.name)
+            logger.info("%s: PyTorch reference (no GPU)", package.name)
     is_mapped = info["activation_pool"] == "vmm"
     kind = "virtual memory" if is_mapped else f"PyTorch's allocator ({_why_no_vmm(on_gpu)})"
     logger.info("activation pool: %.2f GiB, %s", budget_bytes / 2**30, kind)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of the layers at small row counts, where launching costs more than computing.
+"""CUDA graphs of the layers, for steps of few rows, which take longer to launch than to compute.
 
-A graph is captured for a bucket of shapes and replayed for every batch that fits. Rows are padded
-to the bucket's size with one extra sequence that nothing reads, and sequences are padded with empty
-ones. The sample rows go through the last layer and the sampler outside of the graph, while the
-graph still runs. For small buckets the graph would end before that launch, so all rows go through
-the last layer within the graph.
+A graph is captured for a bucket, a maximum number of rows and of sequences, and replayed for every
+batch that fits. Rows are padded to the bucket's size with one extra sequence that nothing reads,
+and sequences are padded with empty sequences.
+
+The graph does not compute the end of the last layer. While the graph runs, the host launches this
+part and the sampler, for the sample rows only. The graph of a small bucket would end before this
+launch, so it computes the whole last layer, for all rows.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import numpy as np
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.engine.step_times import ROW_BUCKETS, StepTimes
 from vllm.diffusion.engine.worker.batch import StepInputs
 from vllm.diffusion.engine.worker.forward import run_body, run_to_end
@@ -38,22 +40,24 @@ if TYPE_CHECKING:
     from vllm.diffusion.models.config import DiffusionConfig
     from vllm.diffusion.ops import Array
 
-# Limits for models without experts. Beyond them, layers take longer than their launch, and the
-# attention of a graph is slower for long sequences (docs/measurements/steps.md). Layers with
-# experts finish sooner, and experts would be read in vain if windows came in shares.
+# Limits for models without experts. With more rows, layers take longer than their launch, and the
+# attention of a graph is slower for long sequences (docs/measurements/steps.md). Models with
+# experts need no such limits: their layers take less time than their launch even with many rows,
+# and several smaller steps would read the same experts several times.
 MAX_WHOLE_ROWS = 1536
 MAX_WHOLE_ROWS_FP8 = 3072
 MAX_WINDOW_ROWS = 1024
 ENDED_ROWS = 128  # maximum rows of buckets in which all rows go through the last layer
 # Maximum rows of timed steps. More rows take longer on any card, so drafts save nothing.
 MAX_TIMED_ROWS = 512
-# Numbers of blocks of the buckets in families whose blocks stay open as a whole.
+# Numbers of blocks of the buckets in open families (DiffusionGemma), whose steps compute whole
+# blocks.
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16)
-_TIMED_BLOCKS = 4  # blocks of timed steps in these families; a draft has two
-# Maximum sequences of a bucket; every program of attention counts them.
+_TIMED_BLOCKS = 4  # maximum blocks of timed steps in open families; a draft has two blocks
+# Maximum sequences of a bucket. Every program of attention loops over them.
 MAX_SEQUENCES = 256
-# Maximum further slots of a row in a bucket: with more drafts than these, a step with all branches
-# (`draft_branches`) has more than `ENDED_ROWS` rows.
+# Maximum further slots of a row in a bucket. A step with all branches (`draft_branches`) that needs
+# more of them has more than `ENDED_ROWS` rows.
 MAX_COPIES = 10
 _ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
 
@@ -66,7 +70,7 @@ class Bucket(NamedTuple):
         sequences: maximum number of sequences, without the padding sequence.
         is_cached: whether all rows belong to windows with cached keys; otherwise no row does.
         tiles: maximum number of tiles of rows with LoRA adapters; 0 for a graph without adapters.
-        copies: maximum number of further slots of a row.
+        copies: maximum number of further slots to which a row's keys and values are copied.
     """
 
     rows: int
@@ -94,8 +98,8 @@ class Bucket(NamedTuple):
         Args:
             pages: page table of the cached keys that the rows read; None if they read none.
             max_keys: maximum number of keys of a sequence.
-            has_blocks: whether sequences may be on grids of blocks.
-            marks_blocks: whether the layers must know which rows belong to blocks.
+            has_blocks: whether sequences may consist of blocks (block-causal attention).
+            marks_blocks: whether the inputs mark the rows that belong to denoised blocks.
             has_windows: whether layers with a window have pages of their own.
         """
 
@@ -197,8 +201,8 @@ class GraphRunner:
 
     Args:
         model: the loaded model, 16-bit, on its own GPU.
-        pool: pool of the layers' results, which are outside all scopes because graphs hold
-            addresses.
+        pool: memory of the layers' results. They belong to no scope of the pool, because graphs
+            contain their addresses.
         caches: cached keys and values.
         planner: plans of the steps.
         memory: memory for graphs; batches run without a graph when it is used up.
@@ -208,9 +212,9 @@ class GraphRunner:
     Attributes:
         times: times of the layers, of windows (True) and of whole sequences (False), see `measure`.
         captures_more: whether buckets get their first graph on demand. A server clears it before it
-            accepts requests; buckets without a graph then run without. A graph whose keys and
-            values have moved is still captured again. That takes the time of a launch without a
-            graph, because its kernels are loaded.
+            accepts requests; batches of buckets without a graph then run without a graph. A graph
+            whose keys and values have moved is still captured again. This takes only the time of a
+            launch without a graph, because its kernels are loaded.
     """
 
     def __init__(
@@ -308,6 +312,7 @@ class GraphRunner:
         self._copied = table
 
     def _capture(self, bucket: Bucket, batch: StepBatch, plan: Plan) -> _Captured | None:
+        """Capture the graph of a bucket, or capture it again; return None if it gets no graph."""
         if self._pool.has_frame:
             return None  # the graph's outputs must precede the buffers of all steps
         stale = self._captured.pop(bucket, None)
@@ -385,11 +390,11 @@ class Buckets:
     Attributes:
         whole: row counts for sequences that are computed as a whole, ascending.
         windows: row counts for windows, ascending.
-        rows_per_sequence: minimum average of rows per sequence, in a bucket for several sequences.
-        num_slots: number of adapters that rows may have.
-        has_drafts: whether one of them is that of rows that only draft.
+        rows_per_sequence: a bucket for several sequences has at most `rows / rows_per_sequence`.
+        num_slots: number of slots of LoRA adapters.
+        has_drafts: whether one of these slots is for rows that only draft.
         max_timed_rows: maximum rows of timed steps.
-        max_copies: maximum number of further slots of a row, in buckets of few rows.
+        max_copies: maximum number of further slots of a row, in buckets of at most `ENDED_ROWS`.
     """
 
     whole: tuple[int, ...]
@@ -424,8 +429,9 @@ class Buckets:
     def _max_tiles(self, rows: int, sequences: int, is_cached: bool) -> int:
         """Return the maximum number of tiles of a batch whose rows are sorted by slot."""
         num_runs = sequences
-        # Each kind of rows has rows of every slot, and without a slot. Without a cache, a tail
-        # follows the other rows of its request.
+        # A run is a number of consecutive rows with the same slot. Each kind of rows has a run of
+        # every slot, and a run without a slot. Without a cache, a tail follows the other rows of
+        # its request, so every sequence may be a run.
         if is_cached or not self.has_drafts:
             num_runs = min(_ROW_KINDS * (self.num_slots + 1), sequences)
         num_runs += 1  # the padding

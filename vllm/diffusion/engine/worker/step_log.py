@@ -40,7 +40,7 @@ class StepLog:
     def host_layers(self, req_id: str, caches: PageStore) -> None:
         """Log that the keys and values of a request do not fit on the device."""
         logger.info(
-            "request %s: keys and values of %d layers in host memory: %s; on the device: %s",
+            "request %s: keys and values of %d layers are in host memory: %s; on the device: %s",
             req_id,
             caches.host_layers,
             readable(caches.host_bytes),

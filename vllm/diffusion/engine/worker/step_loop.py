@@ -17,8 +17,7 @@ import torch
 from vllm.diffusion.engine.messages import DiffusionRunnerOutput, StepResult
 from vllm.diffusion.engine.scheduler.turns import move_to_end
 from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
-from vllm.diffusion.engine.worker.reuse import ALL_ROWS
-from vllm.diffusion.engine.worker.run_ahead import next_behind
+from vllm.diffusion.engine.worker.run_ahead import StepLimits, next_behind
 from vllm.diffusion.engine.worker.step_pause import StepPause
 from vllm.diffusion.memory import OUT_OF_MEMORY
 from vllm.logger import init_logger
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from vllm.diffusion.engine.long_steps import StepSlice
     from vllm.diffusion.engine.messages import DiffusionSchedulerOutput, NewCanvas
-    from vllm.diffusion.engine.scheduler.turns import StepLimits
     from vllm.diffusion.engine.worker.agreement import Agreement
     from vllm.diffusion.engine.worker.runner import DiffusionModelRunner, Outcomes
     from vllm.diffusion.engine.worker.step_memory import Step
@@ -102,7 +100,7 @@ class StepLoop:
         if pause is not None:
             results |= pause.take_results()
             return pause.add_results_to(self._output(message, results), message)
-        part = message.next_slice
+        part = message.long_steps.next_slice
         stepping = {
             req_id: rows
             for req_id, rows in message.num_scheduled_tokens.items()
@@ -111,7 +109,7 @@ class StepLoop:
         if stepping and message.should_drain:
             results |= self._drain()
         elif stepping and self.runs_ahead:
-            results |= self._ahead(stepping, message.long)
+            results |= self._ahead(stepping, message.long_steps.req_ids)
         elif stepping:
             results |= self._plain(stepping)
         if part is not None and part.req_id not in results:
@@ -196,11 +194,8 @@ class StepLoop:
 
         The device computes while results are on their way to the clients. If a step does not hold
         all requests, a second step follows it, so that the device computes while the scheduler
-        handles the results of the first. Requests in `apart` take part in neither step.
-
-        Args:
-            rows: requests that take part if no step is in flight, with their rows.
-            apart: requests that never join these steps.
+        handles the results of the first. If no step is in flight, the first step has the requests
+        of `rows`, with their rows. Requests in `apart` take part in neither step.
         """
         if not self._in_flight:
             self._in_flight.append(self._launch(rows))
@@ -257,7 +252,7 @@ class StepLoop:
         ready = [req_id for req_id in rows if self._is_ready(req_id, failures, rows[req_id])]
         has_trimmed = False
         while ready:
-            message = "a denoise step could not be launched"
+            message = "a denoising step could not be launched"
             step, failure = self._attempt(message, self._runner.launch, ready)
             if failure is None:
                 return LaunchResult(step, failures)
@@ -281,23 +276,20 @@ class StepLoop:
         """Return the requests that also fail in a step of their own, with their errors."""
         failing = {}
         for req_id in req_ids:
-            message = f"a denoise step of request {req_id} alone could not be launched"
+            message = f"a denoising step of request {req_id} alone could not be launched"
             _, failure = self._attempt(message, self._runner.launch, [req_id])
             if failure is not None and not isinstance(failure, OUT_OF_MEMORY):
                 failing[req_id] = failure
         return failing
 
-    def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int = ALL_ROWS) -> bool:
+    def _is_ready(self, req_id: str, failures: dict[str, Exception], room: int) -> bool:
         """Whether a request's rule can begin the step; if not, add its error to `failures`."""
         canvas = self._runner.canvases[req_id]
         canvas.window.room = room
-        try:
-            canvas.begin()
-        except Exception as error:
-            logger.exception("decoding of request %s failed", req_id)
-            failures[req_id] = error.with_traceback(None)
-            return False
-        return True
+        failure = canvas.failure_of(canvas.begin)
+        if failure is not None:
+            failures[req_id] = failure
+        return failure is None
 
     def _largest(self, req_ids: list[str]) -> str:
         """Return the request with the most rows; the last one if several have the same number."""
@@ -311,7 +303,7 @@ class StepLoop:
         outcomes: Outcomes = {}
         if step is not None:
             self._num_rows += step.batch.num_rows
-            message = f"a denoise step failed; its {len(step.req_ids)} requests end"
+            message = f"a denoising step failed; its {len(step.req_ids)} requests end"
             collected, failure = self._attempt(message, self._runner.collect, step)
             outcomes = collected or {}
             if failure is not None:

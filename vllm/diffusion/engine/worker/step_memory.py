@@ -7,11 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.diffusion.core.errors import ActivationBudgetError
+from vllm.diffusion.engine.planning import rule_memory
+from vllm.diffusion.memory import RuleMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.diffusion import ops
     from vllm.diffusion.engine.messages import StepUsage
     from vllm.diffusion.engine.worker.batch import StepBatch
+    from vllm.diffusion.engine.worker.canvas import Canvas
     from vllm.diffusion.engine.worker.sample_rows import SampleRows
     from vllm.diffusion.memory import (
         ActivationPool,
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
         StepShape,
     )
     from vllm.diffusion.parallel.groups import Ranks
+    from vllm.diffusion.request.params import DiffusionParams
 
 # Unused reserved pages are released if a step in chunks then takes at most this share of its time.
 WORTH_TRIMMING = 0.95
@@ -118,6 +124,11 @@ class PoolAccount:
         """Bytes that outlive a step, or that a paused step holds until its next slice."""
         kept_bytes = self.fixed_bytes + self._pages.store.reserved_bytes + self._pool.frame_bytes
         return kept_bytes + self.rule_bytes
+
+    def count_rules(self, changed: DiffusionParams, running: Iterable[Canvas]) -> None:
+        """Count the memory of all rules, if the rule of a request that came or went takes any."""
+        if any(rule_memory(changed)):
+            self.rule_bytes = RuleMemory.of_all(rule_memory(c.params) for c in running)
 
     def memory(self, plan: Plan, planner_us: float, peak_bytes: int | None = None) -> StepMemory:
         """Return the memory of a step; `peak_bytes` defaults to the current peak of the pool."""

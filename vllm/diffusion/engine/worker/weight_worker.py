@@ -7,7 +7,7 @@ update_weights          writes some tensors in place; may be called any number o
 finish_weight_update    starts a new generation of weights, and drops results of the old one
 ```
 
-Memory addresses stay the same, so CUDA graphs stay valid.
+The addresses of the weights stay the same, so CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class RefusedCallError(RuntimeError):
 def _by_all_ranks(what: str | None = None) -> Callable[[Call], Call]:
     """Make a call fail on all ranks if it fails on one.
 
-    Upstream's executor stops reading at the first error, so only the last rank reports a failure.
-    Otherwise replies of later ranks would be mistaken for replies to the next call.
+    Only the last rank raises the error, because upstream's executor stops reading replies at the
+    first error. It would take the unread replies of later ranks for replies to the next call.
 
     Args:
         what: message for a failed call, after which steps stay paused; None if steps may continue
@@ -98,9 +98,10 @@ class RefusedUpdateError(RefusedCallError, ValueError):
 
 
 class WeightSink(nn.Module):
-    """The model for upstream's transfer engines: it loads tensors but has no parameters.
+    """The model that upstream's transfer engines receive: it loads tensors but has no parameters.
 
-    Upstream's engines would move parameters away to reload whole layers; ours are written in place.
+    If it had parameters, the engines would move them away to reload whole layers. The tensors of
+    Mosaic's models are written in place instead.
     """
 
     def __init__(self, model: DiffusionModel) -> None:
@@ -131,7 +132,7 @@ class WeightWorker(WorkerBase):
 
     @functools.cached_property
     def _sink(self) -> WeightSink:
-        """The target of all updates: a transfer engine may keep what it has learned by target."""
+        """The target of all updates; always the same, because engines may store data by target."""
         return WeightSink(self.model_runner.model)
 
     # ---- updates ----
@@ -186,6 +187,7 @@ class WeightWorker(WorkerBase):
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Load some tensors of the trainer; from a list, load this rank's entry."""
         self._check_turn("update_weights", is_updating=True)
+        self._check_awake("update_weights")
         own_info, transfer = self._info_of_this_rank(update_info), self._transfer_engine()
         refusal: Exception | None = None
         try:
@@ -210,8 +212,8 @@ class WeightWorker(WorkerBase):
         first = parallel.data_parallel_index * parallel.world_size
         if len(update_info) < first + parallel.world_size:
             raise RefusedCallError(
-                f"update_info: given a list of {len(update_info)}; wanted one entry for each "
-                f"rank, {first + parallel.world_size - 1} too"
+                f"update_info: given a list of {len(update_info)}; wanted one entry for each rank, "
+                f"at least {first + parallel.world_size}"
             )
         own_info: dict[str, Any] = update_info[first + self.rank]
         return own_info
@@ -233,6 +235,7 @@ class WeightWorker(WorkerBase):
                 f"reload_weights: given {', '.join(unknown)}; wanted weights_path or nothing"
             )
         self._check_turn("reload_weights", is_updating=False)
+        self._check_awake("reload_weights")
         model = self.model_runner.model
         _check_can_change(model)
         try:
@@ -255,6 +258,8 @@ class WeightWorker(WorkerBase):
     @_by_all_ranks()
     def reset_weights(self) -> None:
         """Set all weights to zero, so that a check can detect an incomplete update."""
+        self._check_turn("reset_weights", is_updating=False)
+        self._check_awake("reset_weights")
         model = self.model_runner.model
         self.loop.pause_steps()
         for weight in stored_weights(model).values():
@@ -266,7 +271,12 @@ class WeightWorker(WorkerBase):
         """Refuse a call that is out of order."""
         if self._is_updating != is_updating:
             before = "start" if is_updating else "finish"
-            raise RefusedCallError(f"{name}: wanted {before}_weight_update before")
+            raise RefusedCallError(f"{name}: wanted {before}_weight_update first")
+
+    def _check_awake(self, name: str) -> None:
+        """Refuse a call that reads or writes weights whose memory is released."""
+        if "weights" in self._reasons:
+            raise RefusedCallError(f"{name}: wanted wake_up first: the weights are asleep")
 
     def _hold(self, who: str, reason: str | None) -> None:
         """Set the reason for which `who` pauses steps; None removes it."""
@@ -281,7 +291,7 @@ class WeightWorker(WorkerBase):
             message = f"{len(missing)} tensors did not arrive: {', '.join(missing[:8])}"
             if must_be_complete or _DISCARDED in self._reasons:
                 raise CheckpointError(f"finish_weight_update: {message}")
-            logger.warning("update of the weights: %s; they stay as they were", message)
+            logger.warning("update of the weights: %s; these tensors have not changed", message)
         self._is_updating = False
         for who in ("update", _DISCARDED):
             self._hold(who, None)
@@ -355,6 +365,8 @@ class WeightWorker(WorkerBase):
         self._hold("weights", "the weights are asleep")
         if level >= 2:
             self._hold(_DISCARDED, "the weights were discarded; an update must bring all of them")
+            if self._is_updating:  # the tensors that have arrived are lost, too
+                self.model_runner.model.begin_update()
         logger.info("asleep: level %d, %.2f GiB of weights", level, self.weights.num_bytes / 2**30)
 
     @_by_all_ranks()
@@ -392,6 +404,11 @@ class WeightWorker(WorkerBase):
 
     def compute_weight_checksums(self) -> dict[str, str]:
         """Return a digest of each weight tensor on this rank; names are unique among ranks."""
+        if "weights" in self._reasons:
+            # Only the last rank raises the error: see `_by_all_ranks`.
+            if self.rank == self.parallel_config.world_size - 1:
+                self._check_awake("compute_weight_checksums")
+            return {}
         prefix = self._rank_name()
         return {
             f"{prefix}{name}": digest_of(weight)
@@ -426,8 +443,7 @@ def _check_can_change(model: DiffusionModel) -> None:
     if form is not None:
         raise RefusedCallError(
             f"update of the weights: given a checkpoint in the form of {form}, repacked as it was "
-            "loaded; wanted a plain one, with --quantization fp8, int4 or nf4 where it is to be "
-            "small"
+            "loaded; wanted a plain checkpoint, which --quantization fp8, int4 or nf4 makes smaller"
         )
 
 

@@ -50,6 +50,16 @@ class Window(NamedTuple):
         reads_kept = forward.num_keys > stop - first
         return cls(forward, first, stop, reads_kept, visibility.parts(forward))
 
+    def with_tail(self, start: int | None) -> Window:
+        """Return this window with a tail, the positions from `start` on, as parts of its own."""
+        if start is None or start >= self.stop:
+            return self
+        parts, last = list(self.parts), self.parts[-1]
+        if last.first < start:
+            parts[-1:] = last._replace(stop=start), last._replace(first=start)
+        marked = [part._replace(is_tail=part.first >= start) for part in parts]
+        return self._replace(parts=tuple(marked))
+
     @property
     def num_rows(self) -> int:
         """Number of rows of one sequence; with guidance a request computes two sequences."""
@@ -60,19 +70,21 @@ class ForwardWindow:
     """The window of a request's next forward, and its cached keys and values.
 
     Args:
-        params: the request's parameters.
-        visibility: which positions attend to which.
         prompt_length: positions before the canvas.
         length: positions of a sequence.
-        cache: cached keys and values, if any.
 
     Attributes:
-        cache: the same; if the scheduler assigns pages, only the pages assigned so far.
+        visibility: which positions attend to which.
+        cache: cached keys and values; if the scheduler assigns pages, only the pages assigned so
+            far. None without a cache.
         room: maximum rows of the next forward.
         num_sequences: number of sequences that are computed: 1, or 2 with guidance.
         reads_prompt: whether the prompt's keys and values are in pages of another request.
         kept_starts: per sequence, index of its position 0 among the cached positions.
+        context: None, because no other item of a step computes keys of this request.
     """
+
+    context = None
 
     def __init__(
         self,
@@ -80,28 +92,23 @@ class ForwardWindow:
         visibility: Visibility,
         prompt_length: int,
         length: int,
-        cache: KeptSequence | None = None,
     ) -> None:
-        self.cache, self.room = cache, ALL_ROWS
+        self.cache: KeptSequence | None = None
+        self.room = ALL_ROWS
         self.reads_prompt = False
         self.num_sequences = 2 if params.cfg_scale > 0 else 1
         self.kept_starts = (0, in_whole_pages(length))[: self.num_sequences]
         self._length, self._num_frozen = length, max(prompt_length - params.logit_shift, 0)
-        self._visibility = visibility
+        self.visibility = visibility
         self._may_have_fp8 = params.has_fp8_attention(length)
-        kept_length = length if cache is None else cache.length
-        self._windows = windows_of(params, visibility, prompt_length, kept_length)
+        self._windows = windows_of(params, visibility, prompt_length, length)
         # A forward that has begun and writes to pages of the request.
         self._in_flight: Forward | None = None
         # Rows of the next forward's target. It rarely changes, so the values below are cached.
         self._target = (0, 0)
         self._uncut: Window | None = None  # window of the next forward if nothing cuts it
-        self._most_rows = ALL_ROWS  # maximum rows of the next forward
+        self._most_rows = ALL_ROWS  # rows of the next forward that have pages, if it can be cut
         self.size: NextForward | None = None  # size of the next forward
-
-    @property
-    def context(self) -> None:
-        """No other item of a step computes keys of this request."""
 
     @property
     def has_fp8_attention(self) -> bool:
@@ -112,11 +119,6 @@ class ForwardWindow:
     def num_kept(self) -> int:
         """Number of positions, from 0, whose keys and values are cached."""
         return self._windows.kept
-
-    @property
-    def unit(self) -> int | None:
-        """Granularity, in rows, at which a forward can be cut; None if it cannot be cut."""
-        return self._windows.unit
 
     @property
     def least_committed(self) -> int:
@@ -154,12 +156,10 @@ class ForwardWindow:
 
     def next_size(self, rows: int) -> NextForward:
         """Sizes of the next forward, which has `rows` rows if nothing cuts it."""
-        unit = self.unit
-        if self.size is not None:
-            return self.size
-        # Count only rows that have pages for their keys and values.
+        unit = self._windows.unit
         if unit is not None:
-            rows = min(rows, self._most_rows // unit * unit)
+            if rows > self._most_rows:  # count only rows that have pages for their keys and values
+                rows = self._most_rows // unit * unit
             self.size = NextForward(rows, keeps=True, unit=unit)
         else:
             is_window = rows < self._length * self.num_sequences
@@ -168,36 +168,22 @@ class ForwardWindow:
 
     def _next(self) -> Window:
         if self._uncut is None:
-            self._uncut = Window.of(self._windows.next(self._target), self._visibility)
-            self._most_rows = self._rows_with_pages
+            self._uncut = Window.of(self._windows.next(self._target), self.visibility)
+            if self._windows.unit is not None:
+                self._most_rows = 0 if self.cache is None else self.cache.length - self.num_kept
         return self._uncut
 
     def of(self, rows: tuple[int, int]) -> Window | None:
         """Return the window of a forward that a rule may choose next; None if it must be cut."""
-        window = Window.of(self._windows.next(rows), self._visibility)
+        window = Window.of(self._windows.next(rows), self.visibility)
         has_pages = self.cache is None or window.stop <= self.cache.length
         return window if window.stop == rows[1] and has_pages else None
-
-    def rest_of(self, window: Window, first: int) -> Window:
-        """Return the positions of a window from `first` on, which read the keys before them."""
-        forward = window.forward._replace(window=range(first, window.stop), kept=first)
-        return Window.of(forward, self._visibility)
-
-    def without_cache(self, stop: int) -> Window:
-        """Return the window of a forward that computes all positions before `stop`."""
-        return Window.of(Forward(range(stop)), self._visibility)
-
-    @property
-    def _rows_with_pages(self) -> int:
-        if self.unit is None:
-            return ALL_ROWS
-        return 0 if self.cache is None else self.cache.length - self.num_kept
 
     def begin(self) -> Window:
         """Begin the next forward: return its window, cut to the available rows and pages."""
         window, room = self._next(), min(self.room, self._most_rows)
         if window.stop - window.first > room:
-            window = Window.of(self._windows.next(self._target, room), self._visibility)
+            window = Window.of(self._windows.next(self._target, room), self.visibility)
         self._in_flight = window.forward
         return window
 

@@ -11,7 +11,6 @@ import torch
 from vllm.diffusion.config import row_budget, served_model, settings_of
 from vllm.diffusion.core import devices, pages
 from vllm.diffusion.engine.scheduler.paging import most_positions, scratch_pages, without_scratch
-from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.scheduler.window_paging import (
     num_window_pages,
     pages_within,
@@ -22,10 +21,12 @@ from vllm.diffusion.engine.worker.adapting import AdaptingLoop, load_adapters
 from vllm.diffusion.engine.worker.invariance import promise_of
 from vllm.diffusion.engine.worker.model_loading import (
     join_ranks,
+    load_everywhere,
     load_model,
     make_runner,
     why_no_graphs,
 )
+from vllm.diffusion.engine.worker.run_ahead import StepLimits
 from vllm.diffusion.engine.worker.status import build_info, log_build_info, status_of
 from vllm.diffusion.engine.worker.step_graphs import buckets_of
 from vllm.diffusion.engine.worker.step_loop import StepLoop
@@ -33,7 +34,7 @@ from vllm.diffusion.engine.worker.warm_up import warm_up
 from vllm.diffusion.memory.plan import readable
 from vllm.diffusion.models.ahead import compile_ahead
 from vllm.diffusion.models.transformer import fp8_attention_by
-from vllm.diffusion.ops.rooms import check_builds
+from vllm.diffusion.ops.native_packages import check_builds
 from vllm.diffusion.parallel.groups import Ranks
 from vllm.diffusion.process import log_filter, watchdog
 from vllm.distributed import (
@@ -58,7 +59,7 @@ _SUMMED_ROWS = 8192
 
 
 class DiffusionWorker(AdapterWorker):
-    """Loads the model and runs denoise steps."""
+    """Loads the model and runs denoising steps."""
 
     def init_device(self) -> None:
         watchdog.follow_parent()  # a forked process has not run the plugin
@@ -99,8 +100,10 @@ class DiffusionWorker(AdapterWorker):
         device, served = self._device(), served_model(self.vllm_config)
         if served.defaults.get("attention_dtype") == "fp8":
             by = fp8_attention_by(device, self.model_config.hf_config.head_dim)
-            logger.info("attention of %d positions or more: fp8, by %s", served.fp8_from, by)
-        model, self.weights = load_model(self.vllm_config, self.load_config)
+            logger.info("attention over %d positions or more: fp8, by %s", served.fp8_from, by)
+        model, self.weights = load_everywhere(
+            self.ranks.every, lambda: load_model(self.vllm_config, self.load_config)
+        )
         adapters = load_adapters(self.vllm_config, model)
         agreement = join_ranks(self.ranks, model, device)
         no_graphs = why_no_graphs(model, device, is_eager=self.model_config.enforce_eager)
@@ -132,10 +135,17 @@ class DiffusionWorker(AdapterWorker):
             log_build_info(self.build_info(), device, budget, no_graphs)
             if self.ranks.sequence.size > 1:
                 rows = f"{self.model_runner.planner.search.min_rows:,} rows"
-                logger.info("%d ranks divide steps of at least %s", self.ranks.sequence.size, rows)
+                logger.info(
+                    "%d ranks share the rows of steps of at least %s",
+                    self.ranks.sequence.size,
+                    rows,
+                )
             if not model.family.is_block_causal:
                 host = readable(self.model_runner.planner.host_bytes)
-                logger.info("cached keys and values: in the pool, then %s of host memory", host)
+                logger.info(
+                    "cached keys and values: in the pool; %s of host memory for the rest",
+                    host,
+                )
 
     def build_info(self) -> dict[str, str]:
         """Return the build and the settings of the engine, for the API server."""

@@ -28,7 +28,7 @@ export function faultOf(field, text, isUnreadable = false) {
 }
 
 export class Controls {
-  // box: the parent element. options: those of the server. changed: called on every change.
+  // box: the parent element. options: the server's options. changed: called on every change.
   constructor(box, options, changed) {
     this.box = box;
     this.options = options;

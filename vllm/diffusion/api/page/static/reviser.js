@@ -54,7 +54,7 @@ export class Reviser {
 
   // Fields of POST /generate.
   get fields() {
-    const given = ["edit_threshold", "max_edits"].map((name) => [name, this.find(name).value])
+    const given = ["edit_threshold", "max_edits", "slack"].map((name) => [name, this.find(name).value])
       .filter(([name, value]) => this.limits.includes(name) && value !== "");
     return {
       canvas_text: this.text,

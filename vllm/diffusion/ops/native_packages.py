@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native packages: which are built, and the command that builds the others."""
+"""State of the native packages, and the command that builds them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILD = (
 )
 
 
-class Room(NamedTuple):
+class NativePackage(NamedTuple):
     """A native package.
 
     Attributes:
@@ -41,21 +41,21 @@ class Room(NamedTuple):
     is_stale: bool = False
 
 
-def rooms() -> tuple[Room, ...]:
+def native_packages() -> tuple[NativePackage, ...]:
     """Return all native packages and their current state."""
     return (
         _compiled("flash_sample", flash_sample),
         _compiled("vllm_add_llada/cuda_kernels/fused_ops", fused_ops),
-        Room("gather_gemm", gather_gemm.is_built()),
+        NativePackage("gather_gemm", gather_gemm.is_built()),
         _compiled("vmm_allocator", vmm_allocator),
     )
 
 
-def _compiled(folder: str, package: ModuleType) -> Room:
+def _compiled(folder: str, package: ModuleType) -> NativePackage:
     """Return the native package in a folder of the repository."""
     is_built, stamp = package.is_built(), stamp_of(_ROOT, folder)
     is_stale = is_built and stamp not in (None, package.build_stamp())
-    return Room(Path(folder).name, is_built, is_stale=is_stale)
+    return NativePackage(Path(folder).name, is_built, is_stale=is_stale)
 
 
 def check_builds() -> None:
@@ -64,7 +64,7 @@ def check_builds() -> None:
     Raises:
         ServerConfigError: naming the package, and the command that builds it.
     """
-    for room in rooms():
-        if room.is_stale:
-            given = "given a compiled module of another version"
-            raise ServerConfigError(f"{room.name}: {given}; wanted one of these sources: {BUILD}")
+    for package in native_packages():
+        if package.is_stale:
+            reason = "the compiled module does not match these sources"
+            raise ServerConfigError(f"{package.name}: {reason}; build it again with: {BUILD}")

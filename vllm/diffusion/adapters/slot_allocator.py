@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 512  # bytes
 
 
-class SlotRoom:
+class SlotAllocator:
     """Memory of all slots, which sleep cannot release: it only discards the contents."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class SlotRoom:
             tensor.zero_()
 
 
-class ArenaSlots(SlotRoom):
+class ArenaSlotAllocator(SlotAllocator):
     """Memory of all slots in a range of a GPU's addresses, which sleep releases."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

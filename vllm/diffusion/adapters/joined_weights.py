@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights with the matrices of all slots, so that one product computes both.
+
+The first matrices follow a weight in memory. The product then has further columns, which are the
+rows' products with these matrices. Up to an eighth of its columns, they cost less than kernels of
+their own, if there are many rows.
+
+The second matrices of gate and up are further columns of the weight: a *tail* of the product's
+depth. They multiply the rows' products with the first matrices, which are zeros for other slots. So
+the kernel of the product can compute silu(gate) * up, which otherwise waits until the adapters'
+products have been added.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vllm.diffusion import ops
+
+# With fewer rows, kernels of their own run next to the checkpoint's product.
+MIN_JOINED_ROWS = 64
+_MAX_SHARE = 1 / 8  # share of the columns of the checkpoint's product, or of its depth
+_TAIL_UNIT = 8  # a tail's depth is a multiple of it, so that rows begin at 16 bytes
+_UNIT = 64  # rows of the parts into which kernels for few rows divide a weight
+
+
+def num_joined_rows(num_numbers: int, columns: int) -> int:
+    """Return how many rows are appended to a weight; 0 if it stays as it is.
+
+    Args:
+        num_numbers: rows of the first matrices of all slots.
+        columns: columns of the product with the weight.
+    """
+    num_rows = -(-num_numbers // _UNIT) * _UNIT
+    return num_rows if num_rows <= columns * _MAX_SHARE else 0
+
+
+def append_matrices(
+    base: ops.Projection, columns: int, shape: Sequence[int]
+) -> tuple[ops.Projection, Tensor] | None:
+    """Append the first matrices of all slots to a weight; None if it stays as it is.
+
+    Args:
+        base: the projection of the weight.
+        columns: columns of its product.
+        shape: [slots, parts, maximum rank, depth], the shape of the matrices.
+
+    Returns:
+        the projection of the weight with the matrices, and the matrices, which are zeros.
+    """
+    num_numbers = prod(shape[:-1])
+    num_rows = num_joined_rows(num_numbers, columns) if base.can_extend else 0
+    if not num_rows:
+        return None
+    extended, rows = base.extended(num_rows)
+    return extended, rows[:num_numbers].view(*shape)
+
+
+def tail_depth(num_numbers: int, depth: int) -> int:
+    """Return the depth of the tail of a product of gate and up; 0 if it has none.
+
+    Args:
+        num_numbers: rows of the first matrices of all slots.
+        depth: depth of the product.
+    """
+    fits = num_numbers <= depth * _MAX_SHARE and num_numbers % _TAIL_UNIT == 0
+    return num_numbers if fits else 0
