@@ -99,12 +99,13 @@ class Model:
     def __init__(self, name: str) -> None:
         folder = checkpoint(name)
         self.name = name
-        family = load_family(name.removesuffix("-tiny"))
+        family = load_family(folder.name.removesuffix("-tiny"))
         tokenizer = load_tokenizer(folder)
         special = family.special_tokens
         self.mask_id, self._eos_id, self._eot_id = tokenizer.convert_tokens_to_ids(
             [special.mask, special.eos, special.eot]
         )
+        self.num_tokens = len(tokenizer)  # ids behind them delete and insert, or have no meaning
         reference = load_reference(folder)
         block_length = BLOCK_LENGTHS.get(family.name)
         is_shifted = family.name == "dream"
@@ -146,20 +147,22 @@ def draw(model: Model, kind: str, number: int, seed: int = 0) -> Drafts:
             rng.sample(range(start, stop), min(rng.randint(1, MAX_WRONG), stop - start))
         )
         for place in places:
-            draft[place] = _wrong_token(model, ids, place, kind, rng)
+            draft[place] = wrong_token(model, ids, place, kind, rng)
         drafts.ids.append(draft)
         drafts.spans.append((start, stop))
         drafts.wrong.append(places)
     return drafts
 
 
-def _wrong_token(model: Model, ids: Tensor, place: int, kind: str, rng: random.Random) -> int:
+def wrong_token(model: Model, ids: Tensor, place: int, kind: str, rng: random.Random) -> int:
+    """Return a wrong token of a kind for position `place` of a right answer [T]."""
     if kind == "random":
         return rng.choice([token for token in model.words if token != ids[place]])
     masked = ids.clone()
     masked[place] = model.mask_id
     distribution = model.probabilities(masked[None])[0, place]
     distribution[ids[place]] = distribution[model.mask_id] = 0
+    distribution[model.num_tokens :] = 0
     return int(distribution.argmax())
 
 

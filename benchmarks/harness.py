@@ -272,6 +272,11 @@ class Table:
         sys.stdout.flush()
 
 
+def ratio(a: float | None, b: float | None) -> float | None:
+    """Divide a by b; None without one of them."""
+    return a / b if a is not None and b else None
+
+
 def width_of(spec: str) -> int:
     """Return the width of cells with a format, such as 9 of ">9.2f"."""
     match = WIDTH.search(spec)

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -24,6 +24,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import harness  # isort: skip
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Threads of an earlier engine may hold locks, and a forked rank would wait for them.
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 harness.prepare()
 
 import torch
@@ -248,10 +250,32 @@ def timed_steps(
     parameters: dict[str, Any],
     adapters: Sequence[Any] | None = None,
 ) -> list[Step]:
-    """Run `run_requests`; return its steps in the order of their starts."""
-    with StepLog().attached(runner) as log:
+    """Run `run_requests`; return its steps in the order of their starts.
+
+    Without a runner, these are the steps of the first rank, which runs in another process.
+    """
+    if runner is None:
+        llm.collective_rpc(start_log)
         run_requests(llm, prompts, parameters, adapters)
-    return sorted(log.steps(), key=lambda step: step.started)
+        steps = llm.collective_rpc(end_log)[0]
+    else:
+        with StepLog().attached(runner) as log:
+            run_requests(llm, prompts, parameters, adapters)
+        steps = log.steps()
+    return sorted(steps, key=lambda step: step.started)
+
+
+def start_log(worker: Any) -> None:
+    """Time the steps of an engine's worker from now on."""
+    worker.timing = ExitStack()
+    worker.step_log = worker.timing.enter_context(StepLog().attached(worker.worker.model_runner))
+
+
+def end_log(worker: Any) -> list[Step]:
+    """Return the steps since `start_log`, and time no more."""
+    worker.timing.close()
+    steps: list[Step] = worker.step_log.steps()
+    return steps
 
 
 def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -6,12 +6,12 @@
         --requests 1 --no-reference --quantization int4 fp8
     benchmarks/other_cards.py results/step_latency/step_latency.json
 
-From that run the program takes two shares for every kind of weights (for a kind that the run lacks,
-those of bf16). At 32 rows it is the share of the card's published bandwidth. At 256 rows it is the
-share of the rate that the card's tensor cores have with the instructions of the portable kernels.
-The time of a step on another card is the longer of two times: that of its bytes at the share of
-that card's bandwidth, and that of its operations at the share of its published rate. So nothing was
-measured on the cards in the table.
+From that run the program takes two shares for every kind of weights; for a kind that the run lacks,
+it takes the shares of bf16. At 32 rows it is the share of the card's published bandwidth. At 256
+rows it is the share of the rate that the card's tensor cores have with the instructions of the
+portable kernels. The time of a step on another card is the longer of two times: that of its bytes
+at the share of that card's bandwidth, and that of its operations at the share of its published
+rate. So nothing was measured on the cards in the table.
 
 Tokens per second are for requests with --prompt and --answer tokens that commit --tokens-a-forward
 tokens per forward. Without a cache every forward has all rows. With `cache: dual` one forward per

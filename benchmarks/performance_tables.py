@@ -5,7 +5,8 @@
     benchmarks/performance_tables.py results/step_latency/step_latency.json ...
 
 It reads the JSON files of step_latency.py, compare_hf.py, speculation.py, llada/run_benchmark.py
-and its twins, and of benchmarks that store their columns: fragmentation.py and those of kernels.
+and its twins, and of benchmarks that store their columns: fragmentation.py and the benchmarks of
+kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from benchmarks.harness import BenchmarkError, cell, markdown
+from benchmarks.harness import BenchmarkError, cell, markdown, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -234,11 +235,6 @@ def changes_of(settings: dict[str, Any]) -> str:
 def in_words(rates: dict[str, float]) -> str:
     """Format `{"2048 x 32 heads": 520.1}` as "520 (2048 x 32 heads)"."""
     return ", ".join(f"{rate:.0f} ({name})" for name, rate in rates.items())
-
-
-def ratio(a: float | None, b: float | None) -> float | None:
-    """Divide a by b; None without one of them."""
-    return a / b if a is not None and b else None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ their answers before each question, up to N tokens.
                     weights, on the canvases of the decoding with plain weights
     KL              mean over the same positions, in nats, of KL(plain || other)
     order           Spearman's rank correlation of the steps in which positions are committed, one
-                    per step, with those of the plain weights; mean over the answers
+                    per step, with the steps of the plain weights; mean over the answers
     equal steps     share of positions that are committed in the same step as with plain weights
     tokens/forward  if all positions of at least --threshold are committed at once
 

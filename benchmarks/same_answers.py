@@ -4,7 +4,7 @@
 
     benchmarks/same_answers.py [--family llada] [--prompts 200] [--states 8] [--context 128]
         [--gen-length 32] [--block-length 8] [--output-dir results/same_answers]
-    benchmarks/same_answers.py --batch-invariant
+    benchmarks/same_answers.py --batch-invariant [--tensor-parallel-size N]
     benchmarks/same_answers.py --models llada-tiny dream-tiny
 
 Drafts do not change an answer, except through rounding: a forward with more rows may add numbers in
@@ -90,6 +90,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("same_answers", __doc__)
     parser.shape("llada", [family for family in harness.FAMILIES if family != "fast-dllm"])
     parser.option("--batch-invariant", False, "with the same bits beside other requests")
+    parser.option("--tensor-parallel-size", 1, "ranks that divide the weights", type=positive)
     parser.option("--models", (), "trained checkpoints instead of random weights")
     parser.option("--prompts", 200, "prompts to answer; at most the number of a checkpoint")
     parser.option(
@@ -107,6 +108,7 @@ def engine(options: argparse.Namespace, name: str) -> Iterator[tuple[Any, Shape,
     mode = {"weighs_guesses": False, "batch_invariant": options.batch_invariant}
     settings: dict[str, Any] = {"additional_config": {"dllm": mode}}
     settings |= {"max_num_seqs": options.states, "dtype": options.dtype}
+    settings["tensor_parallel_size"] = options.tensor_parallel_size
     if not options.models:
         shape = Shape.of(harness.configuration_of(options))
         prompts = in_process.random_prompts(options.prompts, options.context, shape.vocab_size)

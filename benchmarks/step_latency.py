@@ -64,7 +64,7 @@ from benchmarks.harness import BenchmarkError, Table, positive
 from benchmarks.plain_model import counted_experts, denoise_step, random_model
 from benchmarks.shapes import BLOCK_FAMILIES, Shape, forward_work
 from benchmarks.windows import Windows
-from vllm.diffusion.engine.scheduler.turns import StepLimits
+from vllm.diffusion.engine.worker.run_ahead import StepLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import BenchmarkError
+from benchmarks.harness import BenchmarkError, ratio
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,23 +94,23 @@ class Point:
 
     @property
     def gpu_gib(self) -> float | None:
-        return _over(self.gpu_peak_bytes, GIB)
+        return ratio(self.gpu_peak_bytes, GIB)
 
     @property
     def host_gib(self) -> float | None:
-        return _over(self.host_peak_bytes, GIB)
+        return ratio(self.host_peak_bytes, GIB)
 
     @property
     def activation_gib(self) -> float | None:
-        return _over(self.activation_peak_bytes, GIB)
+        return ratio(self.activation_peak_bytes, GIB)
 
     @property
     def kib_per_token(self) -> float | None:
-        return _over(self.activation_peak_bytes, 1024 * self.length)
+        return ratio(self.activation_peak_bytes, 1024 * self.length)
 
     @property
     def peak_over_average(self) -> float | None:
-        return _over(self.activation_peak_bytes, self.activation_average_bytes)
+        return ratio(self.activation_peak_bytes, self.activation_average_bytes)
 
     @property
     def summary(self) -> str:
@@ -118,10 +118,6 @@ class Point:
         short = len(self.reason) <= MAX_REASON_LENGTH
         reason = self.reason if short else f"{self.reason[: MAX_REASON_LENGTH - 3]}..."
         return self.status if self.runs else f"{self.status}: {reason}"
-
-
-def _over(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
 
 
 class Results:
@@ -203,7 +199,7 @@ HOST = {"host_peak_bytes": "host", "host_idle_bytes": "host, before the request"
 def paint(points: Sequence[Point], title: str, time_axis: Any, memory_axis: Any) -> None:
     """Draw two panels; failures are lines across both."""
     _draw(time_axis, points, TIMES, 1e-3)
-    time_axis.set_ylabel("time of a denoise step, s")
+    time_axis.set_ylabel("time of a denoising step, s")
     time_axis.set_yscale("log")
     on_gpu = any(point.gpu_peak_bytes is not None for point in points)
     _draw(memory_axis, points, MEMORY if on_gpu else MEMORY | HOST, 1 / GIB)

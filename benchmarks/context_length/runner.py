@@ -110,7 +110,7 @@ def parse_arguments(family: str, arguments: Sequence[str] | None) -> argparse.Na
     parser.option("--step", 8192, "from one length to the next")
     parser.option("--max", 204800, "last length")
     parser.option("--precision", 1024, "how exactly the limit is searched, in tokens")
-    parser.option("--steps", 1, "denoise steps of a request")
+    parser.option("--steps", 1, "denoising steps of a request")
     parser.option("--alpha", 0.5, "share of the prompt in a length")
     parser.option("--gpu", None, "CUDA_VISIBLE_DEVICES of the server (default: as it is set)")
     parser.option("--port", None, "port of the server (default: a free one)", type=int)

@@ -9,7 +9,7 @@ bf16 random numbers and heads of 128: LLaDA-8B's 32 heads, Dream-7B's 28 with 4 
 windows LLaDA2-mini's 16 with 4 and SDAR-8B's 32 with 8. All times are replays of CUDA graphs over
 inputs that do not fit into a cache; the backends run in turns.
 
-    queries x keys  of each sequence; if equal, the keys are those of the queries' own rows
+    queries x keys  of each sequence; if equal, the keys belong to the queries' own rows
     sdpa        microseconds of torch's scaled_dot_product_attention, one call per sequence: cuDNN
     first ms    of sdpa's first call with a shape, in which cuDNN makes its plan
     flash       microseconds of torch's variable-length kernel

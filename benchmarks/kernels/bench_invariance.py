@@ -34,7 +34,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from benchmarks.gpu_timing import KernelParser, compare, report, rotating
 from benchmarks.gpu_timing import random_rows as random
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.stages import FreshBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,6 +11,13 @@ up, so "silu us" is the time of the kernel that it replaces. "cublas" is the tim
 products if all rows had the first adapter and PyTorch computed them, silu(gate) * up included.
 "floor" is the time in which a copy moves the bytes that these kernels read and write. Slots have
 equal shares of the rows.
+
+A second table has the time of gate and up as a whole, from rows to silu(gate) * up, with the
+checkpoint's weight:
+
+    plain    without adapters, by the kernels that `vllm.diffusion.ops.dispatch` chooses
+    stored   a product that includes the products with A, which is stored, and an expand
+    tail     a shrink, and a product that also multiplies by B, in tiles of rows
 """
 
 from __future__ import annotations
@@ -27,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, random_rows, report
 from gather_gemm import LowRank, Piece, Tiles, expand, gated_expand, low_rank_tile, shrink
-from vllm.diffusion.core.buffers import FreshBuffers
-from vllm.diffusion.ops import silu_mul, take_low, tile_table
+from vllm.diffusion.core.stages import FreshBuffers
+from vllm.diffusion.ops import dispatch, silu_mul, take_low, tile_table
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear
 
 if TYPE_CHECKING:
     import argparse
@@ -41,6 +49,7 @@ NUM_LAYERS = 4
 USES = ("qkv", "out", "gate_up", "down")
 NAMES = (*(f"{kind} {use} us" for use in USES for kind in ("shrink", "expand")), "silu us")
 COLUMNS = dict.fromkeys(("rows", *NAMES, "all us", "cublas us", "floor us"), ">18.4g")
+GATED_COLUMNS = dict.fromkeys(("rows", "plain us", "stored us", "tail us"), ">10.4g")
 
 
 @dataclass(frozen=True)
@@ -71,31 +80,80 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse(arguments)
     title = f"adapters: {options.slots} of rank {options.rank}, bf16"
     report(options.json, title, COLUMNS, (measure(rows, options) for rows in options.rows))
+    gated = (measure_gated(rows, options) for rows in options.rows)
+    report(None, f"gate and up with {title}", GATED_COLUMNS, gated)
+
+
+def tiles_of(num_rows: int, num_slots: int) -> Tiles:
+    """Return the tiles of rows of which each slot has an equal share."""
+    share = -(-num_rows // num_slots)
+    runs = [
+        (slot, slot * share, min((slot + 1) * share, num_rows))
+        for slot in range(num_slots)
+        if slot * share < num_rows
+    ]
+    size = low_rank_tile(num_rows)
+    return Tiles(torch.from_numpy(tile_table(runs, num_rows, size)).cuda(), size)
+
+
+def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
+    """Measure a row of the table of gate and up."""
+    tiles, columns = tiles_of(num_rows, options.slots), 2 * options.width
+    num_numbers = options.slots * 2 * options.rank
+    out = random_rows(num_rows, options.width)
+    by_slot = random_rows(num_rows, num_numbers)
+    both = random_rows(num_rows, columns + num_numbers)
+    low = both[:, columns:].unflatten(1, (options.slots, -1))
+    card = dispatch.card_of(out.device)
+    chosen = dispatch.linear_tiling(num_rows, columns, options.hidden, gated=True, card=card)
+    tail = dispatch.tail_tiling(num_rows, columns, options.hidden, card=card)
+    tail = tail or Tiling(192, rows=128)
+    fused = partial(fused_linear, out=out, epilogue=Epilogue.SILU_MUL, early=True)
+
+    def plain(product: Product, weight: Tensor, up: Tensor) -> None:
+        if chosen is not None:
+            fused(product.x, weight[:columns], tiling=chosen)
+            return
+        torch.mm(product.x, weight[:columns].t(), out=product.out)
+        silu_mul(product.out, out=out)
+
+    def stored(product: Product, weight: Tensor, up: Tensor) -> None:
+        torch.mm(product.x, weight.t(), out=both)
+        gated_expand(low, product.matrices, tiles, both[:, :columns], out)
+
+    def with_tail(product: Product, weight: Tensor, up: Tensor) -> None:
+        shrink(product.x, product.matrices, tiles, product.low, by_slot)
+        fused(product.x, weight[:columns], tiling=tail, tail=(by_slot, up))
+
+    layers = [
+        (
+            product_of(num_rows, options.hidden, [options.width] * 2, options),
+            random_rows(columns + num_numbers, options.hidden, scale=options.hidden**-0.5),
+            random_rows(columns, num_numbers, scale=options.rank**-0.5),
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+    ways = {"plain": plain, "stored": stored, "tail": with_tail}
+    calls = {name: [partial(way, *layer) for layer in layers] for name, way in ways.items()}
+    times = compare(calls, repeats=options.repeats).values()
+    return [num_rows, *(timing.median_us for timing in times)]
 
 
 def measure(num_rows: int, options: argparse.Namespace) -> list[float]:
     """Measure a row of the table."""
-    share = -(-num_rows // options.slots)
-    runs = [
-        (slot, slot * share, min((slot + 1) * share, num_rows))
-        for slot in range(options.slots)
-        if slot * share < num_rows
-    ]
-    size = low_rank_tile(num_rows)
-    table = torch.from_numpy(tile_table(runs, num_rows, size)).cuda()
-    tiles = Tiles(table, size)
+    tiles = tiles_of(num_rows, options.slots)
     layers = [products_of(num_rows, options) for _ in range(NUM_LAYERS)]
     calls = {}
     for use in USES:
         own = [layer[use] for layer in layers]
         calls[f"shrink {use}"] = [partial(shrink, p.x, p.matrices, tiles, p.low) for p in own]
         calls[f"expand {use}"] = [
-            partial(expand, p.low, p.matrices, tiles, p.out, p.pieces) for p in own
+            partial(expand, p.low[0], p.matrices, tiles, p.out, p.pieces) for p in own
         ]
     gates = [layer["gate_up"] for layer in layers]
     gated = torch.empty(num_rows, options.width, dtype=torch.bfloat16, device="cuda")
     calls["expand gate_up"] = [
-        partial(gated_expand, p.low, p.matrices, tiles, p.out, gated) for p in gates
+        partial(gated_expand, p.low[0], p.matrices, tiles, p.out, gated) for p in gates
     ]
     calls["silu"] = [partial(silu_mul, p.out, out=gated) for p in gates]
     calls["cublas"] = [partial(by_cublas, layer, gated) for layer in layers]
@@ -114,8 +172,9 @@ def by_cublas(layer: dict[str, Product], gated: Tensor) -> None:
         low = torch.mm(product.x, matrices.down[0].flatten(0, 1).t())
         for piece in product.pieces:
             ranks = slice(piece.part * rank, (piece.part + 1) * rank)
-            columns = slice(piece.start, piece.start + piece.width)
-            product.out[:, columns].addmm_(low[:, ranks], matrices.up[0][:, columns])
+            source = matrices.up[0][:, piece.source : piece.source + piece.width]
+            target = product.out[:, piece.target : piece.target + piece.width]
+            target.addmm_(low[:, ranks], source)
     silu_mul(layer["gate_up"].out, out=gated)
 
 

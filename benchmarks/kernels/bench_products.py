@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of our dense products compared with PyTorch's, and which of them is chosen.
 
-    benchmarks/kernels/bench_products.py [--ops top linear] [--rows 32 4096] [--json FILE]
+    benchmarks/kernels/bench_products.py [--ops top linear] [--rows 32 4096] [--model llada-8b]
+        [--json FILE]
 
-Random numbers in bf16 and fp8, with the shapes of LLaDA-8B, and of SDAR-8B's grouped heads. Each
-variant is a CUDA graph, and the variants run in turns.
+Random numbers in bf16 and fp8, with the shapes of LLaDA-8B and of SDAR-8B's grouped heads, or of
+Qwen3-0.6B. Each variant is a CUDA graph, and the variants run in turns.
 
     top      sample rows -> output matrix -> best token and its probability (gather_gemm); PyTorch's
              way is matmul and flash_sample.low_confidence over the stored logits
@@ -63,13 +64,49 @@ EPILOGUES = {
     "residual": Epilogue.RESIDUAL,
 }
 ROWS = (1, 16, 32, 48, 64, 96, 128, 160, 192, 256, 512, 1024, 2048, 4096, 8192)
-WIDTH, VOCABULARY = 4096, 126464
 GROUP = 128  # 4-bit numbers per group
 FEW_ROWS = 256  # up to this number of rows we have kernels for a layer's products without a gate
-LAYER = {"qkv": (12288, 4096), "grouped qkv": (6144, 4096), "out": (4096, 4096)}
-LAYER |= {"gate_up": (24576, 4096), "down": (4096, 12288)}
-OP_OF = dict.fromkeys(LAYER, "residual")
-OP_OF |= {"qkv": "linear", "grouped qkv": "linear", "gate_up": "gated"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Columns and depth of the products of a layer, and sizes of the output matrix."""
+
+    layer: dict[str, tuple[int, int]]
+    vocabulary: int
+    width: int
+
+
+SHAPES = {
+    "llada-8b": Shape(
+        {
+            "qkv": (12288, 4096),
+            "grouped qkv": (6144, 4096),
+            "out": (4096, 4096),
+            "gate_up": (24576, 4096),
+            "down": (4096, 12288),
+        },
+        126464,
+        4096,
+    ),
+    "qwen3-0.6b": Shape(
+        {
+            "grouped qkv": (4096, 1024),
+            "out": (1024, 2048),
+            "gate_up": (6144, 1024),
+            "down": (1024, 3072),
+        },
+        151936,
+        1024,
+    ),
+}
+OP_OF = {
+    "qkv": "linear",
+    "grouped qkv": "linear",
+    "gate_up": "gated",
+    "out": "residual",
+    "down": "residual",
+}
 
 
 @dataclass(frozen=True)
@@ -86,19 +123,19 @@ class Case:
     is_ours_chosen: bool
 
 
-def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
-    device = torch.device("cuda")
-    weight = random(VOCABULARY, WIDTH) * 0.02
-    stored = random(max(all_rows), VOCABULARY)
-    shape = f"{VOCABULARY} x {WIDTH}"
+def head_cases(model: Shape, ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+    device, vocabulary, width = torch.device("cuda"), model.vocabulary, model.width
+    weight = random(vocabulary, width) * 0.02
+    stored = random(max(all_rows), vocabulary)
+    shape = f"{vocabulary} x {width}"
 
     def sample(x: Tensor) -> object:
         return low_confidence(torch.mm(x, weight.t(), out=stored[: len(x)]))
 
     for num_rows in all_rows:
-        x, out = random(num_rows, WIDTH), stored[:num_rows]
-        flops = 2.0 * num_rows * VOCABULARY * WIDTH
-        read = weight.nbytes + 2.0 * num_rows * WIDTH
+        x, out = random(num_rows, width), stored[:num_rows]
+        flops = 2.0 * num_rows * vocabulary * width
+        read = weight.nbytes + 2.0 * num_rows * width
         case = partial(Case, shape=shape, num_rows=num_rows, flops=flops)
         if "top" in ops:
             yield case(
@@ -106,7 +143,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 num_bytes=read,
                 ours=[partial(gather_top, x, None, weight)],
                 torch=[partial(sample, x)],
-                is_ours_chosen=dispatch.samples_in_head(num_rows, VOCABULARY, device),
+                is_ours_chosen=dispatch.samples_in_head(num_rows, vocabulary, device),
             )
         if "gather" in ops:
             yield case(
@@ -114,7 +151,7 @@ def head_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
                 num_bytes=read + out.nbytes,
                 ours=[partial(gather_gemm, x, None, weight, out)],
                 torch=[partial(torch.mm, x, weight.t(), out=out)],
-                is_ours_chosen=dispatch.multiplies_head(num_rows, VOCABULARY, device),
+                is_ours_chosen=dispatch.multiplies_head(num_rows, vocabulary, device),
             )
 
 
@@ -129,9 +166,9 @@ class Kind:
     torch: Callable[[str, Tensor, Any, Tensor], None]
 
 
-def layer_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+def layer_cases(model: Shape, ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     card = dispatch.card_of(torch.device("cuda", torch.cuda.current_device()))
-    for kind, (name, (num_columns, depth)) in itertools.product(KINDS, LAYER.items()):
+    for kind, (name, (num_columns, depth)) in itertools.product(KINDS, model.layer.items()):
         op = OP_OF[name]
         if kind.prefix + op not in ops:
             continue
@@ -187,14 +224,14 @@ def _unpacked(op: str, x: Tensor, weight: Packed, out: Tensor) -> None:
     _plain(op, x, plain, out)
 
 
-def fp8_cases(ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
+def fp8_cases(model: Shape, ops: Sequence[str], all_rows: Sequence[int]) -> Iterator[Case]:
     if not {FP8 + op for op in PRODUCTS} & set(ops):
         return
-    from vllm.diffusion.core.buffers import FreshBuffers  # The engine's way, with its imports.
+    from vllm.diffusion.core.stages import FreshBuffers  # The engine's way, with its imports.
     from vllm.diffusion.ops.fp8 import Fp8Projection
 
     scratch = FreshBuffers(torch.device("cuda"))
-    for name, (num_columns, depth) in LAYER.items():
+    for name, (num_columns, depth) in model.layer.items():
         op = FP8 + OP_OF[name]
         if op not in ops:
             continue
@@ -288,9 +325,14 @@ def measure(case: Case) -> list[object]:
 def main() -> None:
     parser = KernelParser(__doc__, ROWS)
     parser.option("--ops", OPS, choices=OPS)
+    parser.option("--model", "llada-8b", "model with these shapes", choices=tuple(SHAPES))
     options = parser.parse()
-    kinds = (layer_cases, fp8_cases, head_cases)
-    rows = (measure(case) for kind in kinds for case in kind(options.ops, options.rows))
+    cases = (
+        case
+        for kind in (layer_cases, fp8_cases, head_cases)
+        for case in kind(SHAPES[options.model], options.ops, options.rows)
+    )
+    rows = (measure(case) for case in cases)
     title = "products: sample rows with the output matrix, and few rows with a layer's"
     report(options.json, title, COLUMNS, rows)
 
