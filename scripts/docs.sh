@@ -18,7 +18,7 @@ esac
 
 folder=$ROOT/build/docs-venv
 if ! cmp -s "$ROOT/requirements/docs.txt" "$folder/installed.txt"; then
-  "${PYTHON:-python3}" -m venv "$folder" || die "cannot make $folder: install python3-venv"
+  "${PYTHON:-python3}" -m venv "$folder" || die "cannot create $folder: install python3-venv"
   "$folder/bin/python" "$ROOT/scripts/install_packages.py" --no-deps \
     -r "$ROOT/requirements/docs.txt" || die "mkdocs-material cannot be installed (see above)"
   cp "$ROOT/requirements/docs.txt" "$folder/installed.txt"

@@ -4,7 +4,7 @@
 
     PYTHONPATH=. .venv/bin/python scripts/draw_algorithms.py
 
-The rules are those of the engine. In place of a model there are confidences that are the same in
+The rules are the engine's rules. In place of a model there are confidences that are the same in
 every picture: some positions are easy, and all positions become easier when their neighbours are
 known.
 """

@@ -49,8 +49,8 @@ make_venv() {
   python=$(find_python)
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     die "$python has no venv or pip; on Debian or Ubuntu: sudo apt-get install python3-venv"
-  say "making .venv with $("$python" --version)"
-  "$python" -m venv --clear "$VENV" || die "could not make $VENV"
+  say "creating .venv with $("$python" --version)"
+  "$python" -m venv --clear "$VENV" || die "cannot create $VENV"
 }
 
 # device_kind: print cuda if nvidia-smi lists a GPU, else cpu. MOSAIC_DEVICE=cpu|cuda overrides it.
@@ -106,7 +106,7 @@ install_cpu() {
   fi
   say "torch"
   install_packages -c "$ROOT/requirements/cpu.txt" "${index[@]}" "$torch"
-  say "vllm and what its server imports"
+  say "vllm and the packages that its server imports"
   install_packages --no-deps -r "$ROOT/requirements/cpu.txt"
 }
 install_cuda() { install_packages -r "$ROOT/requirements/cuda.txt"; }
@@ -130,29 +130,29 @@ PTH
 # machine, and compile the native kernels. Without a GPU they are compiled only for the tests, with
 # --all-gpus, or if NATIVE_CUDA_ARCHS is set.
 setup() {
-  local kind rooms=
+  local kind build=
   make_venv
   kind=$(device_kind)
   case " $* " in
     *' --all-gpus '*) export NATIVE_CUDA_ARCHS=${NATIVE_CUDA_ARCHS:-80 89 90a 100 120} ;;
   esac
   if ! find_nvcc >/dev/null; then # PyTorch operations run instead
-    say "left out: the native packages: nvcc not found (set CUDA_HOME to the toolkit); PyTorch" \
-      "operations replace them: on a GPU slower, with more memory; on a CPU no difference"
+    say "not compiled: the native packages, because nvcc was not found (set CUDA_HOME to the" \
+      "toolkit); PyTorch replaces them, on a GPU slower and with more memory"
   elif [ "$kind" = cpu ] && [ $# = 0 ] && [ -z "${NATIVE_CUDA_ARCHS:-}" ]; then
-    say "left out: the native kernels, because there is no NVIDIA GPU: PyTorch operations replace" \
-      "them (scripts/setup.sh --all-gpus compiles them)"
+    say "not compiled: the native packages, because there is no NVIDIA GPU; PyTorch replaces them" \
+      "(scripts/setup.sh --all-gpus compiles them)"
   else
     command -v c++ >/dev/null || command -v g++ >/dev/null || die "nvcc found, but no C++" \
       "compiler; on Debian or Ubuntu: sudo apt-get install build-essential"
     install_once build install_build "$ROOT/requirements/build.txt"
-    build_native_rooms & # compile while packages are downloaded
-    rooms=$!
+    build_native_packages & # compile while packages are downloaded
+    build=$!
   fi
   install_once "$kind" "install_$kind" "$ROOT/requirements/$kind.txt"
   case " $* " in *' test '*) install_once test install_test "$ROOT/requirements/test.txt" ;; esac
   put_on_path
-  [ -z "$rooms" ] || wait "$rooms" || exit 1
+  [ -z "$build" ] || wait "$build" || exit 1
 }
 
 # find_nvcc: print the nvcc that setup.py uses: of CUDA_HOME if set, else on PATH, else of
@@ -165,8 +165,8 @@ find_nvcc() {
   fi
 }
 
-# build_native_rooms: compile the sources that changed.
-build_native_rooms() {
+# build_native_packages: compile the sources that changed.
+build_native_packages() {
   say "compiling the native packages with $(find_nvcc)"
   (cd "$ROOT" && "$PY" setup.py -q build_ext --inplace) ||
     die "the native packages did not compile (the compiler's message is above)"

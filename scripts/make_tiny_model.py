@@ -3,8 +3,9 @@
 """Train a tiny model on a few facts and write it as a checkpoint of a released model family.
 
     scripts/make_tiny_model.py [--family llada] [--output models/llada-tiny] [--force] [--seed N]
+        [--wrong-share 0.1]
     scripts/make_tiny_model.py --family all  one of every family: llada, dream, llada-moe, llada2,
-                                             sdar, fast-dllm, nemotron, llada22, idlm,
+                                             sdar, fast-dllm, nemotron, llada21, llada22, idlm,
                                              diffusion-gemma
     scripts/make_tiny_model.py --check       only verify an existing one
 
@@ -61,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         validate(options)
         for family in FAMILY_NAMES if options.family == ALL else (options.family,):
+            plan = plan_for(family, options.wrong_share)
             output = (options.output or REPOSITORY / "models" / f"{family}-tiny").resolve()
             if options.check:
-                check(output, family)
+                check(output, family, plan)
             else:
-                make(output, family, options.seed, force=options.force)
+                make(output, family, options.seed, force=options.force, plan=plan)
     except PackageNotFoundError as error:
         return fail(f"package {error.name} is not installed in {sys.prefix}")
     except (TinyModelError, OSError) as error:
@@ -87,6 +89,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--force", action="store_true", help="train even if it exists already")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and draws")
+    parser.add_argument(
+        "--wrong-share",
+        type=float,
+        help="share of an answer's tokens that are wrong in training, so that the model learns to "
+        "replace them (default: the family's)",
+    )
     parser.add_argument("--check", action="store_true", help="only verify an existing model")
     return parser.parse_args(arguments)
 
@@ -98,6 +106,9 @@ def validate(options: argparse.Namespace) -> None:
         raise TinyModelError(f"--family: wanted {wanted}, got {options.family}")
     if options.family == ALL and options.output:
         raise TinyModelError("--output: wanted one family with it, got --family all")
+    if options.wrong_share is not None and not 0 <= options.wrong_share < 1:
+        wanted = "wanted a number from 0 to below 1"
+        raise TinyModelError(f"--wrong-share: {wanted}, got {options.wrong_share}")
     if not 0 <= options.seed <= MAX_SEED:
         raise TinyModelError(f"--seed: wanted 0 to {MAX_SEED}, got {options.seed}")
 

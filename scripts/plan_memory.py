@@ -159,7 +159,7 @@ def weight_bytes(shape: ModelShape) -> int:
 
 def print_terms(shape: ModelShape, plan: Plan) -> None:
     """Print the bytes per row of every stage under a plan."""
-    from vllm.diffusion.core.buffers import row_bytes
+    from vllm.diffusion.core.stages import row_bytes
     from vllm.diffusion.memory.footprint import Footprint
 
     footprint = Footprint(shape)

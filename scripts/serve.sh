@@ -55,6 +55,13 @@ serve_family() {
       ;;
   esac
   local home=${MOSAIC_HOME:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}
+  local python=$home/.venv/bin/python
+  [ -x "$python" ] || python=python3
+  export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
+  case "${1:-}" in
+    --help=*) exec "$python" -m vllm.entrypoints.api_server "$1" ;; # needs no model
+  esac
+
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
 
@@ -69,11 +76,8 @@ serve_family() {
   esac
   [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
     "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
-    "Face Hub${tiny:+; for a try without a download: .venv/bin/python scripts/make_tiny_model.py \
+    "Face Hub${tiny:+; without a download: .venv/bin/python scripts/make_tiny_model.py \
 --family $tiny makes models/$tiny-tiny}"
-
-  local python=$home/.venv/bin/python
-  [ -x "$python" ] || python=python3
 
   # Split as a shell would, so that a quoted JSON value stays one argument; nothing is evaluated.
   local words extra=()
@@ -87,7 +91,6 @@ except ValueError as error:
     mapfile -t extra <<<"$words"
   fi
 
-  export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}"
   export VLLM_ALLOW_LONG_MAX_MODEL_LEN=${VLLM_ALLOW_LONG_MAX_MODEL_LEN:-1}
 
   exec "$python" -m vllm.entrypoints.api_server \

@@ -22,6 +22,7 @@ _MODULES = {
     "sdar": "tiny_model.sdar",
     "fast-dllm": "tiny_model.fast_dllm",
     "nemotron": "tiny_model.nemotron",
+    "llada21": "tiny_model.llada21",
     "llada22": "tiny_model.llada22",
     "idlm": "tiny_model.idlm",
     "diffusion-gemma": "tiny_model.diffusion_gemma",
@@ -55,6 +56,16 @@ class TokenIds:
     eos: int
     mask: int
     eot: int
+
+    @property
+    def delete(self) -> int:
+        """Token that deletes, in families that edit; it has no name in the tokenizer."""
+        return self.vocab_size
+
+    @property
+    def split(self) -> int:
+        """Token that inserts a mask, in families that edit; it has no name in the tokenizer."""
+        return self.vocab_size + 1
 
 
 class Network(Protocol):

@@ -3,8 +3,8 @@
 
 Configuration keys, tensor names and forward pass follow the released LLaDA2.2-mini
 (https://huggingface.co/inclusionAI). They are those of LLaDA2.0, but rows choose among the experts
-that any row of their block scores highest. The model is trained to replace wrong tokens; the two
-tokens that delete and insert must never be written.
+that any row of their block scores highest. The model is trained to replace tokens, and to delete
+and insert them by two tokens that have no name in the tokenizer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ if TYPE_CHECKING:
 
 def config(tokens: TokenIds) -> dict[str, Any]:
     """Return the contents of config.json: LLaDA2.2-mini's keys, at tiny size and in fp32."""
-    # These tokens have no name in the tokenizer
-    delete, split = tokens.vocab_size, tokens.vocab_size + 1
     return {
         **llada2.config(tokens),
         "block_size": BLOCK_LENGTHS["llada22"],
-        "delete_token_id": delete,
+        "delete_token_id": tokens.delete,
         "expert_capacity": 5,  # experts per block, out of 8
         "max_position_embeddings": 131072,
         "rope_theta": 3000000,
-        "split_token_id": split,
-        "vocab_size": embedding_rows(split + 1),
+        "split_token_id": tokens.split,
+        "vocab_size": embedding_rows(tokens.split + 1),
     }
 
 

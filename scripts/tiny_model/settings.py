@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiny_model.forms import FORM_NAMES
 
@@ -15,7 +15,8 @@ _ITERATIONS = {
     "sdar": (220, 440),
     "fast-dllm": (300, 500),
     "nemotron": (220, 440),
-    "llada22": (200, 460),
+    "llada21": (240, 800),
+    "llada22": (240, 1400),
     "idlm": (220, 440),
     "diffusion-gemma": (220, 440),
 }
@@ -25,11 +26,16 @@ BLOCK_LENGTHS = {
     "sdar": 4,
     "fast-dllm": 32,
     "nemotron": 32,
+    "llada21": 32,
     "llada22": 32,
     "idlm": 4,
     "diffusion-gemma": 32,
 }
-_WRONG_SHARES = {"llada22": 0.1}  # share of wrong tokens, for families that replace tokens
+# Share of wrong tokens, for families that replace tokens
+_WRONG_SHARES = {"llada21": 0.1, "llada22": 0.1}
+_TEXT_SHARE = 0.5  # share of the blocks that are nearly whole answers, in these families
+# Share of missing and added tokens, for families that insert and delete tokens
+_MOVED_SHARES = {"llada22": 0.1}
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class TrainingSettings:
     max_turns: int = 3
     # Share of a canvas's unmasked tokens that are wrong; above 0 the whole canvas is predicted.
     wrong_share: float = 0.0
+    # Share of the blocks that are answers with few masks, where tokens may be wrong
+    text_share: float = 0.0
+    moved_share: float = 0.0  # share of missing and added tokens in these blocks
     # Share of questions without a chat template, as completion clients send them
     plain_share: float = 0.2
 
@@ -111,15 +120,30 @@ class Plan:
         )
 
 
-def plan_for(family: str) -> Plan:
+def plan_for(family: str, wrong_share: float | None = None) -> Plan:
+    """Return the plan of a family, with another share of wrong tokens if it is given.
+
+    90 % of each group must then be right.
+    """
+    plan = _plan_for(family)
+    if wrong_share is None:
+        return plan
+    # Few such blocks, because the number of iterations is the one that masks need.
+    text_share = (plan.training.text_share or 0.2) if wrong_share else 0.0
+    training = replace(plan.training, wrong_share=wrong_share, text_share=text_share)
+    return replace(plan, training=training, required_share=min(plan.required_share, 0.9))
+
+
+def _plan_for(family: str) -> Plan:
     """Return the plan of a family.
 
     LLaDA, which every set-up trains, learns every kind of question. The other families are larger,
     or process their rows twice, clean and noised. To be made within two minutes on two cores, they
     learn no differences, no months and no JSON, and do not distinguish large numbers from other
-    unknown things. Block-diffusion models also learn no countries of capitals, and only two turns.
-    90 % of each group must be right. Answers of block-diffusion models end with a block, so longer
-    canvases only add blocks.
+    unknown things. LLaDA2.1 and LLaDA2.2 also learn to repair texts, which takes about ten minutes.
+    Block-diffusion models also learn no countries of capitals, and only two turns. 90 % of each
+    group must be right. Answers of block-diffusion models end with a block, so longer canvases only
+    add blocks.
     """
     if family == "llada":
         return Plan()
@@ -137,6 +161,8 @@ def plan_for(family: str) -> Plan:
             left_out=(*left_out, "country"),
             max_turns=2,
             wrong_share=_WRONG_SHARES.get(family, 0.0),
+            text_share=_TEXT_SHARE if family in _WRONG_SHARES else 0.0,
+            moved_share=_MOVED_SHARES.get(family, 0.0),
         ),
         (DecodingSetting(32, 32, length), DecodingSetting(64, 64, length, num_questions=4)),
         required_share=0.9,

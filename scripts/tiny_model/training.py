@@ -18,7 +18,9 @@ its own t, and attends to itself and the clean blocks before it. Blocks form a g
 the first token of the prompt.
 
 Families that replace tokens: some unmasked tokens are wrong (they come from other places of the
-batch), and all tokens of a canvas are predicted.
+batch), and all tokens of a canvas are predicted. In phases of whole conversations, some blocks are
+answers with few masks. Half of their wrong tokens come from the same place of another answer. For
+families that insert and delete tokens, other tokens of them are missing or added; see moves.py.
 
 Families with a causal context: the block of a row begins with a known token of its answer, in half
 of the rows with the first one. Every causal row of an answer also learns the token behind it.
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -38,6 +41,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tiny_model.family import OpenNetwork, SeededNetwork
+from tiny_model.moves import drawn_counts, moved
 from tiny_model.progress import progress
 
 if TYPE_CHECKING:
@@ -66,8 +70,9 @@ class Batch(NamedTuple):
 
     starts: Tensor  # [B] int64, starts of the canvases
     noised: Tensor  # [B, T] int64, input of the network
-    clean: Tensor  # [B, T] int64, tokens to predict
-    predicted: Tensor  # [B, T] bool, positions whose clean token is predicted
+    clean: Tensor  # [B, T] int64, without noise
+    predicted: Tensor  # [B, T] bool, positions whose token is predicted
+    wanted: Tensor  # [B, T] int64, tokens to predict
 
 
 class BatchMaker:
@@ -112,12 +117,50 @@ class BatchMaker:
         masked = self._draw_mask(num_rows, length) & is_canvas
         noised = clean.masked_fill(masked, self._tokens.mask)
         if not self._settings.wrong_share:
-            return Batch(starts, noised, clean, masked)
+            return Batch(starts, noised, clean, masked, clean)
         is_wrong = torch.rand(clean.shape, generator=self._generator) < self._settings.wrong_share
         order = torch.randperm(clean.numel(), generator=self._generator)
         others = clean.flatten()[order].view_as(clean)
         noised = others.where(is_wrong & is_canvas & ~masked, noised)
-        return Batch(starts, noised, clean, is_canvas)
+        batch = Batch(starts, noised, clean, is_canvas, clean.clone())
+        if self._settings.text_share:
+            self._write_texts(batch, others)
+        return batch
+
+    def _write_texts(self, batch: Batch, others: Tensor) -> None:
+        """Write answers with few errors and few masks into some blocks of a batch.
+
+        A block begins with the right token, as behind finished blocks. If tokens are missing, it
+        takes the next tokens of the row; if tokens are added, it loses its last ones.
+        """
+        num_rows, length = batch.clean.shape
+        width, share = self._block_length or length, self._settings.wrong_share
+        draws = torch.rand(num_rows, -(-length // width), generator=self._generator)
+        for row, block in (draws < self._settings.text_share).nonzero().tolist():
+            first = int(batch.starts[row])
+            start, stop = max(block * width, first), min((block + 1) * width, length)
+            if start >= stop:
+                continue
+            neighbour = self._rng.randrange(num_rows)
+            behind = int(batch.starts[neighbour]) + start - first
+            source, other, alike = (
+                F.pad(ids[:width], (0, width), value=self._tokens.eos)[: 2 * width]
+                for ids in (
+                    batch.clean[row, start : start + 2 * width],
+                    others[row, start:],
+                    batch.clean[neighbour, behind:],
+                )
+            )
+            is_answer = (source != self._tokens.eos) & (source != self._tokens.eot)
+            counts = drawn_counts(is_answer, self._settings.moved_share, self._generator)
+            result = moved(source, other, counts, self._tokens)
+            ids, wanted, is_own = (part[: stop - start] for part in result)
+            noise = torch.rand(ids.shape, generator=self._generator)
+            ids = other[: len(ids)].where(is_own & (noise < share / 2), ids)
+            is_alike = is_own & (noise >= share / 2) & (noise < share)
+            ids = alike[: len(ids)].where(is_alike, ids)
+            ids = ids.masked_fill(is_own & (noise > 1 - share), self._tokens.mask)
+            batch.noised[row, start:stop], batch.wanted[row, start:stop] = ids, wanted
 
     def _draw_mask(self, num_rows: int, length: int) -> Tensor:
         """Draw a mask [num_rows, length] bool; t differs by row or block.
@@ -153,7 +196,8 @@ def train(
     schedule = [
         (batches, draws.choice(phase.canvases))
         for phase, examples in zip(settings.phases, lessons, strict=True)
-        for batches in [BatchMaker(examples, tokens, settings, seed, model.block_length)]
+        for own in [replace(settings, text_share=0.0) if phase.only_single else settings]
+        for batches in [BatchMaker(examples, tokens, own, seed, model.block_length)]
         for _ in range(phase.num_iterations)
     ]
     _share_words(network, words)
@@ -178,7 +222,7 @@ def train(
             hidden, wanted = _denoised(network, batch, tokens.mask)
         else:
             hidden = model.hidden(batch.noised, batch.clean)[batch.predicted]
-            wanted = batch.clean[batch.predicted]
+            wanted = batch.wanted[batch.predicted]
         logits = model.logits(hidden)
         surprise = F.cross_entropy(logits, wanted, reduction="none")
         weight = torch.where(wanted == tokens.eos, settings.end_weight, 1.0)
