@@ -16,7 +16,7 @@ RUN apt-get update \
   && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/mosaic
-# No GPU is needed while the image is built: nvcc compiles the native rooms.
+# No GPU is needed while the image is built: nvcc compiles the native packages.
 ENV MOSAIC_DEVICE=cuda
 
 COPY . .

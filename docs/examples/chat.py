@@ -174,7 +174,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="show the final text only")
     args = parser.parse_args()
     if args.adapter and not args.server:
-        parser.error("--adapter: wanted --server beside it")
+        parser.error("--adapter: wanted --server with it")
     return args
 
 
