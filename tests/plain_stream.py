@@ -82,7 +82,7 @@ class Plain:
         ids = [*self.settled, *(token.id for token in self.stream)]
         unit = self.params.block_length
         start = len(self.settled) // unit * unit
-        ids += [self.params.eos_id] * (start + unit - len(ids))
+        ids += [self.params.pad_id] * (start + unit - len(ids))
         rows = self.logits(np.array(ids), start)[len(self.settled) - start :][:room]
         rows[:, self.mask] = -np.inf
         last = max((at for at, token in enumerate(self.stream) if token.is_text), default=-1)
@@ -128,9 +128,9 @@ class Plain:
             has_masks = any(token.id == self.mask for token in after)
             has_own = any(token.id == self.mask and token.is_own for token in after)
             num_post = 0 if has_own else num_post + 1
-            rest = [self.params.eos_id] * (room - len(after))
+            rest = [self.params.pad_id] * (room - len(after))
             is_stable = [*(t.id for t in after), *rest][: len(before)] == before
-            is_stable &= all(token.id == self.params.eos_id for token in after[len(before) :])
+            is_stable &= all(token.id == self.params.pad_id for token in after[len(before) :])
             if not has_masks and (is_stable or num_post > params.max_post_steps):
                 return step + 1
         return self.most_steps
@@ -154,7 +154,7 @@ class Plain:
         return filled
 
     def _padded(self, written: list[int], room: int) -> tuple[int | None, ...]:
-        return (*written, *[self.params.eos_id] * (room - len(written)))
+        return (*written, *[self.params.pad_id] * (room - len(written)))
 
     def _swap(
         self,

@@ -158,7 +158,7 @@ RUN_BY = {
     "vllm bench serve": "tests/server/test_clients.py",
     "vllm-router": "tests/server/test_router.py",
     "lm_eval": "tests/server/test_lm_eval.py",
-    "PYTHONPATH=": "tests/native/test_rooms.py",
+    "PYTHONPATH=": "tests/native/test_native_packages.py",
     ".venv/bin/python -m vllm.entrypoints.api_server": "tests/server/conftest.py",
     "python scripts/make_dummy_checkpoint.py": "tests/scripts/test_make_dummy_checkpoint.py",
     "python scripts/plan_memory.py": "tests/scripts/test_plan_memory.py",

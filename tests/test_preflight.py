@@ -92,7 +92,11 @@ def test_only_servers_are_looked_at(home: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("VLLM_ACTIVATION_POOL_SIZE_BYTES", "12XiB", "wanted a number of bytes, as 12884901888, 1"),
+        (
+            "VLLM_ACTIVATION_POOL_SIZE_BYTES",
+            "12XiB",
+            "wanted a number of bytes, such as 12884901888, 1",
+        ),
         ("VLLM_HOST_CACHE_SIZE_BYTES", "0", "wanted a number of bytes"),
         ("VLLM_VMM_CHUNK_SIZE", "-1", "wanted a number of bytes"),
         ("DLLM_MAX_REQUEST_BYTES", "much", "wanted a number of bytes"),
@@ -120,7 +124,7 @@ def test_variables(name: str, value: str, wanted: str, home: Path) -> None:
         ("--dllm-algorithm", "foo", "wanted one of semi_ar, threshold"),
         ("--additional-config", "{", "wanted a JSON object"),
         ("--additional-config", "[]", "wanted a JSON object"),
-        ("--config", "nowhere.yaml", "wanted a .yaml or .yml file that is there"),
+        ("--config", "nowhere.yaml", "wanted an existing .yaml or .yml file"),
     ],
 )
 def test_flags(flag: str, value: str, wanted: str, home: Path) -> None:
@@ -160,7 +164,9 @@ def test_a_variable_of_the_scripts_is_named_in_place_of_the_flag(home: Path) -> 
 def test_a_port_that_is_in_use(home: Path, taken: int) -> None:
     words = ("models/llada-tiny", "--host", "127.0.0.1", "--port", str(taken))
     output = start(home, *SERVE, *words)
-    assert output == f"error: --port: given {taken}, which is in use on 127.0.0.1; wanted another"
+    assert (
+        output == f"error: --port: given {taken}, which is in use on 127.0.0.1; wanted a free port"
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_a_checkpoint_of_another_family(architecture: str, hint: str, home: Path
     output = start(home, *OURS, "models/llada-tiny", "--family", "dream")
     assert output == (
         f"error: model models/llada-tiny: architectures: given {architecture}; "
-        f"scripts/run_dream_server.sh wants DreamForDiffusionLM or DreamModel{hint}"
+        f"scripts/run_dream_server.sh serves DreamForDiffusionLM or DreamModel{hint}"
     )
 
 
@@ -450,7 +456,7 @@ def test_an_engine_of_a_program_is_refused_so_too(
     ("family", "refusal"),
     [
         ("llada", None),
-        ("sdar", "run_sdar_server.sh wants SDARForCausalLM or SDARMoeForCausalLM; scripts/run_ll"),
+        ("sdar", "run_sdar_server.sh serves SDARForCausalLM or SDARMoeForCausalLM; scripts/run_ll"),
         ("nonsense", "family: given 'nonsense'; wanted one of llada, dream,"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / "vllm/diffusion"
-ROOMS = ("flash_sample", "vmm_allocator", "vllm_add_llada", "gather_gemm")
-FOLDERS = ("vllm", *ROOMS, "scripts", "benchmarks")
+NATIVE_PACKAGES = ("flash_sample", "vmm_allocator", "vllm_add_llada", "gather_gemm")
+FOLDERS = ("vllm", *NATIVE_PACKAGES, "scripts", "benchmarks")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MAX_LINES = 60
 # Each package may have its own configuration, base or file of a family.

@@ -10,12 +10,14 @@ from benchmarks import batch_invariance, same_answers
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
-SCALE = ("--num-layers", "2", "--shrink", "32", "--dtype", "float32")
+SCALE = ("--num-layers", "2", "--shrink", "16", "--dtype", "float32")
 
 
-def test_steps_are_timed_with_and_without(tmp_path: Path) -> None:
-    cases = ("--requests", "1", "3", "--rows", "12", "4", "--turns", "1")
-    assert batch_invariance.main([*SCALE, *cases, "--output-dir", str(tmp_path)]) == 0
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_are_timed_with_and_without(ranks: int, tmp_path: Path) -> None:
+    cases = ("--requests", "1", "3", "--rows", "12", "4", "--turns", "1", "--rounds", "2")
+    options = [*SCALE, *cases, "--tensor-parallel-size", str(ranks), "--output-dir", str(tmp_path)]
+    assert batch_invariance.main(options) == 0
     rows = json.loads((tmp_path / "batch_invariance.json").read_text())["rows"]
     assert [(row["num_requests"], row["num_rows"]) for row in rows] == [(1, 12), (3, 12)]
     for row in rows:

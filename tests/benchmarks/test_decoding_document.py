@@ -76,7 +76,7 @@ def request_rows() -> str:
         names = f"`{spec.name}`"
         if spec.aliases:
             names += f" ({', '.join(f'`{alias}`' for alias in spec.aliases)})"
-        meaning = f"{spec.doc}: {', '.join(spec.choices)}" if spec.choices else spec.doc
+        meaning = f"{spec.doc}. Values: {', '.join(spec.choices)}" if spec.choices else spec.doc
         results.append(f"| {names} | {TYPES[spec.kind]} | {spec.documented_default} | {meaning} |")
     return "\n".join(results)
 

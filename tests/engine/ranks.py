@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.engine.harness import Engine, running
 from vllm.diffusion.config import Settings
 from vllm.diffusion.engine import planning as sizes
-from vllm.diffusion.engine.scheduler.turns import StepLimits
 from vllm.diffusion.engine.worker.agreement import Agreement
+from vllm.diffusion.engine.worker.run_ahead import StepLimits
 from vllm.diffusion.engine.worker.runner import DiffusionModelRunner
 from vllm.diffusion.engine.worker.step_loop import StepLoop
 from vllm.diffusion.memory import activation_pool

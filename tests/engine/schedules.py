@@ -4,10 +4,22 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import strategies as st
 
 from tests.engine.harness import Engine, Request, Response, start, step
 from vllm.diffusion.core.pages import PAGE_SIZE
+
+# Steps before a request arrives, its number, and steps until it is aborted, if it is.
+Arrival = tuple[int, int, int | None]
+
+
+def arrivals(num_requests: int) -> st.SearchStrategy[list[Arrival]]:
+    """Return schedules of up to 8 arrivals of the requests with these numbers."""
+    ends = st.none() | st.integers(1, 12)
+    arrival = st.tuples(st.integers(0, 6), st.integers(0, num_requests - 1), ends)
+    return st.lists(arrival, min_size=1, max_size=8)
 
 
 class Published:
@@ -66,3 +78,29 @@ def run_schedule(
         published.check()
         count += 1
     return answers
+
+
+def check_schedule(
+    engine: Engine, asks: Sequence[Request], schedule: Sequence[Arrival], *, runs_ahead: bool
+) -> list[tuple[int, Response]]:
+    """Run a schedule; return the number and the response of each request that was not aborted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.loop, "runs_ahead", runs_ahead)
+        answers = run_schedule(engine, [(delay, asks[n], end) for delay, n, end in schedule])
+    assert all(end is not None or at in answers for at, (*_, end) in enumerate(schedule))
+    assert engine.is_idle()
+    assert engine.scheduler.make_stats().kv_cache_usage == 0
+    return [(schedule[at][1], answer) for at, answer in answers.items()]
+
+
+def ask_while_pages_are_lost(engine: Engine, one: Request, every: int) -> Response:
+    """Return the response to a request whose pages are taken away every few steps."""
+    start(engine, "a", one)
+    answers: dict[str, Response] = {}
+    for count in range(400):
+        answers |= step(engine)
+        if "a" in answers:
+            break
+        if count % every == 0:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    return answers["a"]

@@ -18,7 +18,7 @@ from tests.engine.harness import BLOCKS, Request, as_request, record, running, s
 from tests.pages import NO_PAGES
 from vllm.diffusion import ops
 from vllm.diffusion.adapters.adapted_rows import RowSlots, StepSlots
-from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
@@ -45,7 +45,9 @@ def canvas(length: int, name: str, kept: KeptSequence | None = None) -> Canvas:
         parameters["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
     decided = decision.decide(fields.canonical(parameters), SERVED, prompt)
-    return Canvas(NewCanvas(name, prompt, decided), kept)
+    made = Canvas(NewCanvas(name, prompt, decided))
+    made.window.cache = kept
+    return made
 
 
 def _order(slot: int | None) -> int:

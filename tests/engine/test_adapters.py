@@ -21,7 +21,7 @@ from tests.adapter_files import (
     save_adapter,
     without_prefix,
 )
-from tests.checkpoints import random_prompt
+from tests.checkpoints import make_checkpoint, random_prompt
 from tests.engine.cases import PLANS, mixed_asks
 from tests.engine.harness import (
     BLOCKS,
@@ -253,6 +253,39 @@ def test_requests_with_other_adapters_share_steps(
         ) as e:
             assert tokens(together[index::3]) == tokens(ask(e, own))
     assert engine.is_idle()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [("llada", "d_model", "mlp_hidden_size"), ("dream", "hidden_size", "intermediate_size")],
+)
+def test_wide_weights_share_a_product_with_the_adapters(
+    sizes: tuple[str, ...], adapter_of: Any, tmp_path: Path
+) -> None:
+    """The first matrices of all slots follow a weight, whose rows are enough."""
+    family, *widths = sizes
+    folder = make_checkpoint(tmp_path / "wide", family=family, seed=4, **dict.fromkeys(widths, 512))
+    paths = [adapter_of(folder, rank=rank, seed=rank) for rank in (8, 3)]
+    asks = [
+        Request(random_prompt(length, seed=length), {**SHORT, **more})
+        for length, more in ((90, {}), (40, {"cache": "frozen"}), (70, {"temperature": 0.7}))
+    ]
+    wanted = [merged_answers(folder, path, tmp_path / path.name, asks) for path in paths]
+    with running(folder) as engine:
+        wanted.append(ask(engine, asks))
+    with running(folder, enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
+        weights = [
+            own for name, own in engine.runner.model.named_parameters() if "layers.0" in name
+        ]
+        assert sum(own.untyped_storage().nbytes() > own.nbytes for own in weights) >= 4
+        adapters = [lora_request(f"a{n}", n, path) for n, path in enumerate(paths, 1)]
+        together = ask(engine, [*asks] * 3, [one for one in (*adapters, None) for _ in asks])
+        assert tokens(together) == tokens([one for answers in wanted for one in answers])
+        engine.llm.llm_engine.remove_lora(1)
+        other = lora_request("other", 3, adapter_of(folder, rank=2, seed=9))
+        assert tokens(ask(engine, asks, other)) == tokens(
+            merged_answers(folder, Path(other.lora_path), tmp_path / "third", asks)
+        )
 
 
 def test_more_adapters_than_slots(mixed: tuple[Engine, list[Any]]) -> None:

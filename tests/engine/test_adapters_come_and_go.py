@@ -95,7 +95,15 @@ def test_a_number_of_another_adapter(engine: Engine, paths: list[Path]) -> None:
     with pytest.raises(ValueError, match=line):
         ask(engine, one, lora_request("b", 1, paths[1]))
     engine.llm.llm_engine.remove_lora(1)
-    ask(engine, one, lora_request("b", 1, paths[1]))
+    wanted = ask(engine, one, lora_request("b", 1, paths[1])).token_ids
+    # A trainer that loads each adapter itself may give its number to the next one.
+    engine.llm.llm_engine.remove_lora(1)
+    assert engine.llm.llm_engine.add_lora(lora_request("c", 1, paths[2]))
+    other = ask(engine, one, lora_request("c", 1, paths[2])).token_ids
+    assert other != wanted
+    with pytest.raises(ValueError, match="given 1 for 'b'; wanted another number: it is"):
+        ask(engine, one, lora_request("b", 1, paths[1]))
+    assert ask(engine, one, lora_request("c", 1, paths[2])).token_ids == other
 
 
 def test_an_evicted_adapter_is_read_again(

@@ -7,6 +7,7 @@ Trajectories are compared with their log probabilities, which show changed bits,
 
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,90 +18,14 @@ import pytest
 import torch
 from make_dummy_checkpoint import write_checkpoint
 
-from tests.engine.harness import (
-    DETERMINISTIC,
-    Engine,
-    Request,
-    Response,
-    engine_config,
-    record,
-    running,
-    shrink,
-)
+from tests.engine.harness import Engine, Request, engine_config, record, running, shrink
+from tests.engine.same_bits import INVARIANT, bits, check_beside, check_drafts, requests
 from vllm.diffusion.config import settings_of
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.ops import invariant
 
-INVARIANT: dict[str, Any] = {"dllm": {**DETERMINISTIC["dllm"], "batch_invariant": True}}
 WEIGHT_STD, FP8_SCALE = 0.02, 1 / 4000
 VOCABULARY = range(300, 30_000)  # ordinary tokens of all released models
-
-
-CACHES = {"dream": ("none", "frozen")}
-ALGORITHMS = ("semi_ar", "semi_ar", "threshold", "factor", "hierarchy", "local_leap", "credit")
-BLOCK_FAMILIES = ("sdar", "llada2", "nemotron")
-
-
-def requests(
-    count: int, vocabulary: range, *, most_prompt: int, seed: int = 0, family: str = "llada"
-) -> list[Request]:
-    """Draw requests with prompts and parameters of many kinds."""
-    caches = CACHES.get(family, ("none", "dual", "prefix", "frozen"))
-    draw = random.Random(seed)
-    made = []
-    for number in range(count):
-        prompt = draw.choices(vocabulary, k=draw.randint(1, most_prompt))
-        gen_length = draw.choice((32, 64) if family in BLOCK_FAMILIES else (16, 32))
-        extra: dict[str, Any] = {
-            "gen_length": gen_length,
-            "return_trajectory": True,
-            "seed": number,
-            "ignore_eos": True,
-        }
-        if family not in BLOCK_FAMILIES:
-            extra["cache"] = caches[number % len(caches)]
-        if family == "dream":
-            extra["steps"] = draw.choice((8, 16))
-        elif family not in BLOCK_FAMILIES:
-            extra |= {"block_length": draw.choice((8, 16)), "algorithm": draw.choice(ALGORITHMS)}
-            extra |= {"steps": draw.choice((8, 16))} if extra["algorithm"] == "semi_ar" else {}
-            if extra["cache"] == "none" and draw.random() < 0.3:
-                extra["cfg_scale"] = 1.5
-        extra |= draw.choice(({}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}))
-        sampling = draw.choice(({}, {}, {"repetition_penalty": 1.2}))
-        made.append(Request(prompt, extra, sampling))
-    return made
-
-
-def bits(answer: Response) -> tuple[Any, ...]:
-    """Return everything about an answer that rounding can change."""
-    trajectory = answer.report["trajectory"]
-    return tuple(tuple(trajectory[name]) for name in ("token_ids", "commit_steps", "logprobs"))
-
-
-def check_beside(
-    engine: Engine, asks: Sequence[Request], others: Sequence[Request], counts: Sequence[int]
-) -> list[tuple[Any, ...]]:
-    """Check that each request's bits are the same alone and next to other requests; return them."""
-    alone = [bits(engine.ask(ask)[0]) for ask in asks]
-    for count in counts:
-        group = max(1, min(len(asks), count + 1))
-        for start in range(0, len(asks), group):
-            some = asks[start : start + group]
-            beside = [*others[: count + 1 - len(some)], *some]
-            random.Random(start).shuffle(beside)
-            answers = engine.ask(*beside)
-            for number, ask in enumerate(some, start):
-                assert bits(answers[beside.index(ask)]) == alone[number], (count, number)
-    return alone
-
-
-def check_drafts(engine: Engine, asks: Sequence[Request], alone: Sequence[tuple[Any, ...]]) -> None:
-    """Check that drafts change no bit of the requests whose algorithm uses them."""
-    for ask, wanted in zip(asks, alone, strict=True):
-        if ask.extra.get("algorithm", "semi_ar") == "semi_ar":
-            drafting = replace(ask, extra={**ask.extra, "num_speculative_states": 5})
-            assert bits(engine.ask(drafting)[0]) == wanted
 
 
 # ---- on the CPU, where products are computed row by row ----
@@ -217,7 +142,8 @@ def test_the_mode_is_turned_on(
         ("mha", {"quantization": "int4"}, "with quantization int4; wanted none or fp8"),
         ("mha", {"enable_lora": True}, "with LoRA adapters; wanted none"),
         ("moe", {}, "with experts on the CPU; wanted a dense model, or a GPU"),
-        ("mha", {"tensor_parallel_size": 2}, "with tensor_parallel_size above 1; wanted 1"),
+        ("mha", {"tensor_parallel_size": 2, "nnodes": 2}, "with 2 hosts; wanted 1"),
+        ("qk_norm", {"tensor_parallel_size": 2}, "with tensor_parallel_size above 1 and norms"),
     ],
 )
 def test_what_may_round_by_other_requests_is_refused(
@@ -236,21 +162,28 @@ def wide_engine(folder: Path, **settings: Any) -> Iterator[Engine]:
     given = {"max_num_seqs": 64, "max_model_len": 1024, "additional_config": INVARIANT}
     given |= {"dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.5}
     with running(folder, **(given | settings)) as engine:
-        generator = torch.Generator("cuda").manual_seed(3)
-        with torch.no_grad():
-            for name, weight in engine.runner.model.named_parameters():
-                if weight.dim() > 1:
-                    std = 1.0 if "embed_tokens" in name else WEIGHT_STD
-                    drawn = torch.empty(weight.shape, device="cuda")
-                    scale = FP8_SCALE if weight.itemsize == 1 else 1.0
-                    drawn.normal_(std=std / scale, generator=generator)
-                    weight.copy_(drawn.clamp(-400, 400))
-                else:
-                    weight.fill_(0.0 if name.endswith("bias") else 1.0)
-            for name, scales in engine.runner.model.named_buffers():
-                if name.endswith("weight_scale"):
-                    scales.fill_(FP8_SCALE)
+        engine.llm.collective_rpc(draw_weights)
         yield engine
+
+
+@torch.no_grad()
+def draw_weights(worker: Any) -> None:
+    """Draw a rank's weights. A router is the only matrix that ranks do not divide."""
+    model, rank = worker.worker.model_runner.model, worker.worker.rank
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            seed = zlib.crc32(name.encode()) + (0 if name.endswith(".gate.weight") else rank)
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            std = 1.0 if "embed_tokens" in name else WEIGHT_STD
+            drawn = torch.empty(weight.shape, device=weight.device)
+            scale = FP8_SCALE if weight.itemsize == 1 else 1.0
+            drawn.normal_(std=std / scale, generator=generator)
+            weight.copy_(drawn.clamp(-400, 400))
+        else:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    for name, scales in model.named_buffers():
+        if name.endswith("weight_scale"):
+            scales.fill_(FP8_SCALE)
 
 
 @pytest.fixture(scope="module")
@@ -310,3 +243,20 @@ def test_other_families_have_the_same_bits_beside_others(family: str, tmp_path: 
     others = requests(31, VOCABULARY, most_prompt=400, seed=2, family=family)
     with wide_engine(tmp_path, max_num_seqs=32, quantization=quantization) as engine:
         check_beside(engine, asks, others, (1, 31))
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("family", ["llada", "llada-moe", "llada2", "sdar", "fp8"])
+def test_tensor_parallel_gpus_give_the_same_bits_beside_others(family: str, tmp_path: Path) -> None:
+    """The ranks add their parts in one order, and each rank's products have one order."""
+    settings: dict[str, Any] = {"max_num_seqs": 32, "tensor_parallel_size": 2}
+    if family == "fp8":
+        family, settings["quantization"] = "llada", "fp8"
+    write_checkpoint(tmp_path, family, num_layers=2)
+    asks = requests(9, VOCABULARY, most_prompt=200, seed=1, family=family)
+    others = requests(31, VOCABULARY, most_prompt=400, seed=2, family=family)
+    with wide_engine(tmp_path, **settings) as engine:
+        alone = check_beside(engine, asks, others, (1, 31))
+        check_drafts(engine, asks, alone)
+    with wide_engine(tmp_path, **settings, enforce_eager=True) as engine:
+        assert [bits(answer) for answer in engine.ask(*asks)] == alone

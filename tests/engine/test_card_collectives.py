@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed
 
 from tests.programs import output_of
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import RankError
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.engine.worker.agreement import Agreement
 from vllm.diffusion.ops.collectives import CardCollectives
 from vllm.diffusion.parallel.host_board import HostBoard
@@ -84,11 +84,13 @@ def run_rank() -> None:
     ranks = CardCollectives(group, board, device, BUFFER_BYTES)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check_sums(ranks, rank, size, dtype)
+    # Less than a vector of 16 bytes, no multiple of it, and more than the buffers hold.
+    for count in (3, 1025, 300 * 264 + 2):
+        parts = [numbers(count, rank=other, dtype=torch.float32) for other in range(size)]
+        assert torch.equal(ranks.sum(parts[rank].clone()), reduce(torch.add, parts))
     # This is larger than the buffer, so the process group gathers it.
     large = numbers(300, 264, rank=rank, dtype=torch.float32)
     assert torch.equal(ranks.gather(large)[rank], large)
-    few = torch.full((3,), float(rank + 1), device=device)  # less than a vector of 16 bytes
-    assert ranks.sum(few).tolist() == [sum(range(1, size + 1))] * 3
     check_failure(ranks, board, rank, size)
     distributed.destroy_process_group()
 

@@ -23,12 +23,10 @@ from tests.engine.harness import (
     num_cached,
     record,
     running,
-    start,
-    step,
     tokens,
     uncached,
 )
-from tests.engine.schedules import run_schedule
+from tests.engine.schedules import Arrival, arrivals, ask_while_pages_are_lost, check_schedule
 from vllm.diffusion.engine.scheduler.paging import Paging
 
 ROW_BUDGET = 40
@@ -120,39 +118,20 @@ def test_no_part_of_a_context_reaches_into_a_draft(engine: Engine) -> None:
     """A forward pass over a part of the context has no rows of a draft, which are all sampled."""
     one = ask(random_prompt(50, 7), "self_speculation", block_length=16, gen_length=30)
     (alone,) = engine.ask(uncached(one))
-    start(engine, "a", one)
-    answers: dict[str, Response] = {}
-    for count in range(400):
-        answers |= step(engine)
-        if "a" in answers:
-            break
-        if count % 7 == 0:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert answers["a"].token_ids == alone.token_ids
+    answer = ask_while_pages_are_lost(engine, one, 7)
+    assert answer.token_ids == alone.token_ids
 
 
 @settings(
     deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, len(ASKS) - 1), st.none() | st.integers(1, 12)),
-        min_size=1,
-        max_size=8,
-    ),
-    st.booleans(),
-)
+@given(arrivals(len(ASKS)), st.booleans())
 def test_any_schedule_gives_the_same_tokens(
-    engine: Engine, wanted: list[Response], schedule: list[Any], ahead: bool
+    engine: Engine, wanted: list[Response], schedule: list[Arrival], ahead: bool
 ) -> None:
     """Requests that share prefixes, arrive and are aborted do not change tokens or cached pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.loop, "runs_ahead", ahead)
-        answers = run_schedule(engine, [(delay, ASKS[n], end) for delay, n, end in schedule])
-    for place, answer in answers.items():
-        same([answer], [wanted[schedule[place][1]]])
-    assert engine.is_idle()
-    assert engine.scheduler.make_stats().kv_cache_usage == 0
+    for number, answer in check_schedule(engine, ASKS, schedule, runs_ahead=ahead):
+        same([answer], [wanted[number]])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -184,6 +163,13 @@ def test_an_answer_with_a_format_thinks_nothing(engine: Engine) -> None:
     (answer,) = engine.ask(Request(random_prompt(20), {"gen_length": 32, **parameters}))
     assert answer.text in ("Paris", "London")
     assert answer.report["ignored"] == ["thinking_token_budget"]
+
+
+def test_a_thinking_budget_of_upstreams_parameters(engine: Engine, wanted: list[Response]) -> None:
+    """A budget in `SamplingParams` needs no reasoning parser."""
+    extra = dict(ASKS[-1].extra)
+    sampling = {"thinking_token_budget": extra.pop("thinking_token_budget")}
+    same(engine.ask(Request(ASKS[-1].prompt, extra, sampling)), wanted[-1:])
 
 
 def test_a_likelihood_is_that_of_the_next_token(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tests.checkpoints import random_prompt
 from tests.engine.cases import CUT, PLANS, SHORT, mixed_asks
 from tests.engine.harness import Engine, Request, record_plans, running, shrink, tokens
-from vllm.diffusion.core.buffers import row_bytes
+from vllm.diffusion.core.stages import row_bytes
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import ChunkRows, Plan, Residency
 

@@ -28,7 +28,6 @@ from tests.engine.harness import (
 from vllm.diffusion.adapters import draft_adapter
 from vllm.diffusion.adapters.draft_adapter import DraftAdapter
 from vllm.diffusion.config import served_model
-from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.scheduler.paging import Paging
 from vllm.diffusion.engine.worker.step_graphs import buckets_of, fill
 from vllm.diffusion.engine.worker.warm_up import warm_up
@@ -338,16 +337,23 @@ def test_refusals(case: str, line: str, tmp_path: Path) -> None:
         if case == "shape":
             tensors = {name: tensor[:, :3].contiguous() for name, tensor in tensors.items()}
         save_adapter(adapter, tensors, rank=RANK)
-    settings = {**DETERMINISTIC["dllm"], "draft_adapter": str(adapter)}
-    with (
-        pytest.raises((ServerConfigError, RuntimeError), match=line),
-        running(folder, additional_config={"dllm": settings}),
-    ):
-        pass
+    with pytest.raises(ValueError, match=line):  # before the engine's process starts
+        engine_config(folder, additional_config={"dllm": {"draft_adapter": str(adapter)}})
+
+
+def test_a_wrong_shape_in_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = make_case(tmp_path / "model", "idlm")
+    tensors = random_adapter(folder, lambda name: name.endswith("q_proj"), rank=RANK)
+    short = {name: tensor[:, :3].contiguous() for name, tensor in tensors.items()}
+    save_adapter(folder / "adapter", short, rank=RANK)
+    with pytest.raises(ValueError, match=r"draft_adapter: .*lora_A, lora_B: given"):
+        engine_config(folder)
 
 
 def test_a_checkpoint_without_an_adapter_has_no_slots(plain: tuple[Path, list[Response]]) -> None:
     assert not served_model(engine_config(plain[0])).has_draft_adapter
+    with pytest.raises(ValueError, match=r"unknown parameter; did you mean draft_adapter\?"):
+        engine_config(plain[0], additional_config={"dllm": {"draft_adaptr": "x"}})
 
 
 def test_the_folder_of_a_checkpoint_on_the_hub_is_downloaded(

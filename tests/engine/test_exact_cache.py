@@ -30,7 +30,7 @@ from tests.engine.harness import (
     tokens,
     uncached,
 )
-from tests.engine.schedules import run_schedule
+from tests.engine.schedules import Arrival, arrivals, check_schedule
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.engine.scheduler import scheduler
 from vllm.diffusion.engine.scheduler.paging import Paging
@@ -307,35 +307,18 @@ def test_the_cache_is_reset_under_running_requests(
 # ---- any schedule ------------------------------------------------------------------------------
 
 
-Arrivals = list[tuple[int, int, int | None]]
-arrivals = st.lists(
-    st.tuples(
-        st.integers(0, 6),  # steps before it arrives
-        st.integers(0, len(ASKS) - 1),
-        st.none() | st.integers(1, 12),  # steps until it is aborted
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
 @settings(
     deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(arrivals, st.booleans(), st.booleans())
+@given(arrivals(len(ASKS)), st.booleans(), st.booleans())
 def test_any_schedule_gives_the_same_tokens(
-    engine: Engine, wanted: list[Response], schedule: Arrivals, ahead: bool, fused: bool
+    engine: Engine, wanted: list[Response], schedule: list[Arrival], ahead: bool, fused: bool
 ) -> None:
     """Requests arrive and are aborted; the others give the tokens that they give alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_DLLM_COMMIT_FUSION", str(int(fused)))
-        patch.setattr(engine.loop, "runs_ahead", ahead)
-        answers = run_schedule(engine, [(d, ASKS[n], a) for d, n, a in schedule])
-    for place, (_, number, abort_after) in enumerate(schedule):
-        if abort_after is None or place in answers:
-            same([answers[place]], [wanted[number]])
-    assert engine.is_idle()
-    assert engine.scheduler.make_stats().kv_cache_usage == 0
+        for number, answer in check_schedule(engine, ASKS, schedule, runs_ahead=ahead):
+            same([answer], [wanted[number]])
 
 
 # ---- limits ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, random_prompt
+from tests.checkpoints import DELETE_ID, EOS_ID, EOT_ID, SPLIT_ID, random_prompt
 from tests.engine.cases import CUT, DELAYED, DREAM, FULL, MULTI
 from tests.engine.harness import BLOCKS, NOISY, Request, running
 from vllm.diffusion.request.algorithms import ALGORITHMS, algorithms_for
@@ -77,6 +77,20 @@ def test_an_end_does_not_move_before_the_least_length(checkpoint: Callable[[str]
         answers = engine.ask(*asks)
     assert {answer.finish_reason for answer in answers} == {"stop"}
     assert all(len(answer.token_ids) > LEAST for answer in answers)
+
+
+def test_only_levenshtein_commits_tokens_that_edit(checkpoint: Callable[[str], Path]) -> None:
+    """Other algorithms choose another token even if one that edits is far more likely."""
+    algorithms = ("joint_threshold", "low_confidence_dynamic", "semi_ar", "entropy_bounded")
+    often = {"gen_length": 16, "logit_bias": {str(DELETE_ID): 50, str(SPLIT_ID): 50}}
+    asks = [
+        Request(random_prompt(9), {**often, "algorithm": name, "temperature": t, "seed": 1})
+        for name in algorithms
+        for t in (0.0, 1.0)
+    ]
+    with running(checkpoint("llada22")) as engine:
+        for ask, answer in zip(asks, engine.ask(*asks), strict=True):
+            assert not {DELETE_ID, SPLIT_ID} & {*answer.token_ids}, ask.extra
 
 
 def test_every_algorithm_and_cache(engine: Engine) -> None:

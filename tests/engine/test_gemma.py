@@ -21,8 +21,8 @@ from tests.engine.harness import (
     rows_of_launches,
     running,
     start,
-    step,
 )
+from tests.engine.schedules import ask_while_pages_are_lost
 from tests.gemma import CANVAS, STOP_IDS, GemmaRun, load_network, make_gemma, run_loop
 
 
@@ -157,15 +157,8 @@ def test_prompt_in_chunks_and_from_cached_pages(engine: Engine, network: Any) ->
 def test_lost_pages(engine: Engine, network: Any, every: int) -> None:
     """A request whose pages are taken away computes its context again, and goes on."""
     one = request(LONG[:90], seed=11, steps_per_block=5, max_tokens=3 * CANVAS)
-    start(engine, "a", one)
-    answers: dict[str, Response] = {}
-    for count in range(1, 200):
-        answers |= step(engine)
-        if "a" in answers:
-            break
-        if count % (6 * every) == 0:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert_same(answers["a"], one, reference(network, one))
+    answer = ask_while_pages_are_lost(engine, one, 6 * every)
+    assert_same(answer, one, reference(network, one))
 
 
 def test_without_pages(engine: Engine, runs: list[GemmaRun]) -> None:

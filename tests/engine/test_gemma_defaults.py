@@ -3,8 +3,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Request, running
+from tests.engine.harness import Request, engine_config, running
 from tests.gemma import CANVAS, load_network, make_gemma, run_loop
 
 
@@ -43,3 +45,9 @@ def test_ranks_divide_heads_experts_and_vocabulary(tmp_path: Path) -> None:
         extra = {"ignore_eos": True, "steps_per_block": 6}
         (answer,) = engine.ask(Request(prompt, extra, sampling))
     assert answer.token_ids == run.ids[:20]
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    wanted = "enable_lora: given True; wanted False for a model of family diffusion-gemma"
+    with pytest.raises(ValueError, match=wanted):
+        engine_config(make_gemma(tmp_path), enable_lora=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import random_prompt
-from tests.engine.harness import Engine, Request, Response, running, start, step, uncached
+from tests.engine.harness import Engine, Request, Response, running, uncached
+from tests.engine.schedules import ask_while_pages_are_lost
 from tests.gemma import CANVAS, load_network, make_gemma, run_loop
 
 WINDOW = 40
@@ -126,12 +127,5 @@ def test_memory_of_pages_is_lent(engine: Engine, wanted: list[Response]) -> None
 
 def test_pages_that_are_lost_meanwhile(engine: Engine, wanted: list[Response]) -> None:
     one = ASKS[2]
-    start(engine, "a", one)
-    answers: dict[str, Response] = {}
-    for count in range(200):
-        answers |= step(engine)
-        if "a" in answers:
-            break
-        if count % 5 == 4:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert answers["a"].token_ids == wanted[2].token_ids
+    answer = ask_while_pages_are_lost(engine, one, 5)
+    assert answer.token_ids == wanted[2].token_ids

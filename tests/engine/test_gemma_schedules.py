@@ -22,7 +22,7 @@ from tests.engine.harness import (
     tokens,
     uncached,
 )
-from tests.engine.schedules import run_schedule
+from tests.engine.schedules import Arrival, arrivals, check_schedule
 from tests.gemma import CANVAS, load_network, make_gemma, run_loop
 from vllm.diffusion.engine.scheduler.paging import Paging
 
@@ -71,24 +71,12 @@ def wanted(engine: Engine) -> list[Response]:
 @settings(
     deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, len(ASKS) - 1), st.none() | st.integers(1, 12)),
-        min_size=1,
-        max_size=8,
-    ),
-    st.booleans(),
-)
+@given(arrivals(len(ASKS)), st.booleans())
 def test_any_schedule_gives_the_same_tokens(
-    engine: Engine, wanted: list[Response], schedule: list[Any], ahead: bool
+    engine: Engine, wanted: list[Response], schedule: list[Arrival], ahead: bool
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.loop, "runs_ahead", ahead)
-        answers = run_schedule(engine, [(delay, ASKS[n], end) for delay, n, end in schedule])
-    for place, answer in answers.items():
-        assert tokens([answer]) == tokens([wanted[schedule[place][1]]])
-    assert engine.is_idle()
-    assert engine.scheduler.make_stats().kv_cache_usage == 0
+    for number, answer in check_schedule(engine, ASKS, schedule, runs_ahead=ahead):
+        assert tokens([answer]) == tokens([wanted[number]])
 
 
 def test_who_loses_its_pages_goes_on_where_it_was(

@@ -282,6 +282,27 @@ def test_block_causal_families_answer_in_the_language(
             CHECK.validate(json.loads(answer.text))
 
 
+@pytest.mark.parametrize("case", ["mha", "llada22"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_texts_match_whatever_is_masked_again(
+    checkpoint: Callable[[str], Path], case: str, rounds: int
+) -> None:
+    """A step scores only one copy of the text, and reports log probabilities."""
+    shared = {"algorithm": "semi_ar", "block_length": 8, "gen_length": 64, "noise": 0.5}
+    shared |= {"structured_outputs": {"json": SCHEMA}, "edit_rounds": rounds}
+    asks = [
+        Request(
+            random_prompt(9, seed),
+            {**shared, "canvas_token_ids": random_prompt(40, seed)},
+            {"logprobs": 1},
+        )
+        for seed in range(3)
+    ]
+    with running(checkpoint(case), max_num_batched_tokens=64) as engine:
+        for answer in engine.ask(*asks):
+            CHECK.validate(json.loads(answer.text))
+
+
 @pytest.mark.parametrize("case", ["llada2", "sdar"])
 def test_block_causal_families_repair_texts(checkpoint: Callable[[str], Path], case: str) -> None:
     """As few tokens change as were broken, and pinned ones stay; also if others are scored."""

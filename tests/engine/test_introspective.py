@@ -23,9 +23,9 @@ from tests.engine.harness import (
     record,
     running,
     start,
-    step,
     uncached,
 )
+from tests.engine.schedules import ask_while_pages_are_lost
 from tests.pages import NO_PAGES
 from vllm.diffusion.config import served_model
 from vllm.diffusion.core.errors import InvalidParameterError
@@ -503,15 +503,8 @@ def test_who_loses_its_pages_goes_on_where_it_was(
 def test_a_prompt_in_parts(engine: Engine) -> None:
     one = ask(110, stride=9, temperature=1.0, seed=4)
     (alone,) = engine.ask(one_by_one(one))
-    start(engine, "a", one)
-    answers: dict[str, Response] = {}
-    for count in range(400):
-        answers |= step(engine)
-        if "a" in answers:
-            break
-        if count % 7 == 0:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert answers["a"].token_ids == alone.token_ids
+    answer = ask_while_pages_are_lost(engine, one, 7)
+    assert answer.token_ids == alone.token_ids
 
 
 def test_an_answer_with_a_format_is_written_one_token_at_a_time(engine: Engine) -> None:
@@ -536,7 +529,7 @@ def test_a_likelihood_is_that_of_the_next_token(engine: Engine, folders: dict[st
         ({"stride": 32}, "stride: given 32; wanted at most 16"),
         ({"stride": 1}, "stride: given 1; wanted at least 2"),
         ({"acceptance": "greedy"}, "acceptance: given 'greedy'; wanted one of: coupled, ratio"),
-        ({"algorithm": "low_confidence_dynamic"}, "wants autoregressive or introspective"),
+        ({"algorithm": "low_confidence_dynamic"}, "supports autoregressive or introspective"),
         ({"algorithm": "autoregressive", "stride": 4}, "does not use it"),
         ({"allow_infill": True}, "allow_infill"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from vllm.diffusion.config import Settings
 from vllm.diffusion.core.errors import ServerConfigError
-from vllm.diffusion.engine.long_steps import PausedStep, SliceTiming
+from vllm.diffusion.engine.long_steps import LongStepReport, PausedStep
 from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy
 from vllm.diffusion.engine.scheduler.request_state import RequestState
 from vllm.diffusion.memory import Demand
@@ -51,7 +51,7 @@ class Device:
         self.now = self.long_s = self.waits_s = 0.0
         self.slices: list[str] = []
         self.paused: PausedStep | None = None
-        self._factor, self._unheard = factor, [None] * lag
+        self._factor, self._unheard = factor, [(0.0, 0.0, 0)] * lag
         self._left = {"a": STEP_S, "b": STEP_S}
         self._heard_at = 0.0
 
@@ -59,13 +59,13 @@ class Device:
         """Run one step of the engine in which short requests take `short_s` seconds."""
         step_slice = self.long_steps.next_slice(long, PREDICTION, is_shared=short_s > 0)
         self.now += short_s
-        slice_timing = self.paused = None
+        ended, self.paused = (0.0, 0.0, 0), None
         if step_slice is not None:
             seconds = min(step_slice.seconds, self._left[step_slice.req_id])
             taken, self.waits_s = self._factor * seconds + self.waits_s, 0.0
             self.now, self.long_s = self.now + taken, self.long_s + taken
             self.slices.append(step_slice.req_id)
-            slice_timing = SliceTiming(seconds, taken, 1)
+            ended = seconds, taken, 1
             self._left[step_slice.req_id] = (self._left[step_slice.req_id] - seconds) or STEP_S
             self.paused = (
                 None
@@ -74,9 +74,9 @@ class Device:
             )
         elif self.slices and self._left[self.slices[-1]] < STEP_S:
             self.paused = PausedStep(self.slices[-1], 1)
-        self._unheard.append(slice_timing)
-        done = SimpleNamespace(slice_timing=self._unheard.pop(0), paused=self.paused)
-        self.long_steps.learn(done, self.now - self._heard_at, long, PREDICTION)  # type: ignore[arg-type]
+        self._unheard.append(ended)
+        report = LongStepReport(self.paused, *self._unheard.pop(0))
+        self.long_steps.learn(report, self.now - self._heard_at, long, PREDICTION)
         self._heard_at = self.now
 
 
@@ -171,8 +171,10 @@ def test_steps_are_shared_only_while_a_request_may_be_long() -> None:
     assert long_steps.is_idle
     long_steps.started(long, PREDICTION)
     assert not long_steps.is_idle
-    rows, first = long_steps.share(["a"], {"short": short, "a": long}, set(), PREDICTION, of_all)
-    assert rows == {"short": 90, "a": 1000} and first is not None
+    running = {"short": short, "a": long}
+    rows, decided = long_steps.divide(running, set(), PREDICTION, of_all, is_paused=False)
+    assert rows == {"short": 90, "a": 1000} and decided.next_slice is not None
+    assert decided.req_ids == ("a",)
     device.step([])  # the step has ended, and the long request has left
     assert long_steps.is_idle
 

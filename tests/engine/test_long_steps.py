@@ -25,7 +25,7 @@ from tests.engine.harness import (
     step,
     tokens,
 )
-from vllm.diffusion.engine.long_steps import StepSlice
+from vllm.diffusion.engine.long_steps import LongSteps, StepSlice
 from vllm.diffusion.engine.scheduler.long_step_policy import LongStepPolicy, SpeedEstimate
 from vllm.diffusion.engine.worker.long_step_runner import LongStepRunner
 from vllm.diffusion.engine.worker.reuse import ALL_ROWS
@@ -36,6 +36,11 @@ LONG = Request(random_prompt(90, 1), {**SHORT, "cfg_scale": 1.0})
 BESIDE = [Request(random_prompt(n, n), SHORT) for n in (20, 5, 33)]
 Alone = tuple["Engine", list[tuple[list[int], "int | None"]]]  # an engine and its answers
 SECOND = StageSeconds(1.0, 1.0, 1.0, 1.0)  # seconds per chunk
+
+
+def paused_in(output: Any) -> Any:
+    """Return the `PausedStep` after a step of the engine, or None."""
+    return None if output.long_steps is None else output.long_steps.paused
 
 
 class Slicer:
@@ -53,13 +58,13 @@ class Slicer:
         step_slice = StepSlice(named[0], ALL_ROWS, self.seconds) if named else None
         for req_id in named[1:]:
             del message.num_scheduled_tokens[req_id]  # one long request at a time
-        changed = replace(message, next_slice=step_slice, long=list(self.long))
+        changed = replace(message, long_steps=LongSteps(tuple(self.long), step_slice))
         self.outputs.append(self._execute(changed))
         return self.outputs[-1]
 
     @property
     def paused(self) -> list[Any]:
-        return [output.paused for output in self.outputs if output.paused is not None]
+        return [paused for output in self.outputs if (paused := paused_in(output)) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +160,7 @@ def test_an_abort_in_mid_step_gives_its_memory_back_at_once(
     assert runner.pool.used_bytes > before
     engine.llm.llm_engine.abort_request([aborted], internal=True)
     engine.llm.llm_engine.step()
-    assert slicer.outputs[-1].paused is None
+    assert paused_in(slicer.outputs[-1]) is None
     assert runner.pool.used_bytes == before
     assert tokens([finish(engine)["stays"]]) == wanted
     assert engine.is_idle()
@@ -263,17 +268,17 @@ def test_the_scheduler_hands_out_long_steps_in_slices(
     step_slice = {**SHORT, "cache": cache}
     asks = [Request(random_prompt(n, n), step_slice) for n in (200, 15, 180, 8)]
     wanted = tokens(engine.ask(*asks))
-    assert all(output.paused is None for output in outputs)
+    assert all(paused_in(output) is None for output in outputs)
     planner = engine.runner.planner
     seconds = Admission(planner).seconds_of(Demand(216, 16), 216) / 5
     assert Admission(planner).seconds_of(Demand(31, 16), 31) < seconds
     outputs.clear()
     engine.cut_steps(2 * seconds)
     assert tokens(engine.ask(*asks)) == wanted
-    paused = [output.paused.req_id for output in outputs if output.paused is not None]
+    paused = [paused_in(output).req_id for output in outputs if paused_in(output) is not None]
     assert len(set(paused)) == 2
     assert len(paused) >= 10
-    beside = [output for output in outputs if output.paused is not None and output.results]
+    beside = [output for output in outputs if paused_in(output) is not None and output.results]
     assert len(beside) >= 3
     assert engine.is_idle()
     assert engine.runner.pool.used_bytes == engine.runner.caches.reserved_bytes
@@ -293,7 +298,7 @@ def test_an_abort_between_slices_ends_the_step(slow: tuple[Engine, list[Any]]) -
         engine.llm.llm_engine.step()
     start(engine, "short", short)
     engine.llm.llm_engine.step()
-    assert outputs[-1].paused.req_id == aborted
+    assert paused_in(outputs[-1]).req_id == aborted
     assert outputs[-1].results.keys() == {*outputs[-1].req_ids} - {aborted}
     engine.llm.llm_engine.abort_request([aborted], internal=True)
     engine.llm.llm_engine.step()
@@ -318,7 +323,7 @@ def test_who_does_not_fit_beside_a_paused_step_waits_for_its_end(
     monkeypatch.setattr(Admission, "fits", in_a_full_pool)
     outputs.clear()
     assert tokens(engine.ask(long, short)) == wanted
-    during = [after for before, after in pairwise(outputs) if before.paused is not None]
+    during = [after for before, after in pairwise(outputs) if paused_in(before) is not None]
     assert len(during) >= 8
     assert all(len(output.req_ids) == 1 for output in during)
 

@@ -35,6 +35,7 @@ def test_observations_arrive_as_they_were_made() -> None:
     seen.count(metrics.FORWARDS, 3)
     seen.count(metrics.FORWARDS, 4)
     seen.count(metrics.DENOISE_STEPS, 0)
+    seen.count(metrics.COMMITTED_TOKENS, -3)  # a step that masks tokens again
     seen.count(metrics.REQUESTS_REFUSED, label="engine")
     seen.observe(metrics.STEP_ROWS, 64)
     seen.observe(metrics.STEP_ROWS, 64)
@@ -128,6 +129,37 @@ def test_guesses_that_come_true_are_counted(
     assert totals["dllm:steps_per_forward"] == pytest.approx(sum(paces))
     saved = [answer.report["num_forwards_saved"] for answer in answers]
     assert saved == [answer.report["states_accepted"] for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("mha", {"canvas_token_ids": list(range(30, 62)), "noise": 0.5, "edit_rounds": 3}),
+        ("llada22", {"gen_length": 32, "editing_threshold": 0.0}),
+    ],
+    ids=["revised", "shortened"],
+)
+def test_no_counter_falls_when_a_step_masks_tokens_again(
+    case: str,
+    fields: dict[str, Any],
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observer, "STATISTICS_S", 0.0)
+    with running(checkpoint(case), disable_log_stats=False) as engine:
+        seen = record_sent(monkeypatch)
+        committed = record(
+            monkeypatch,
+            observer.Observer,
+            "progressed",
+            lambda _, __, item, result: result.num_committed - item.num_committed,
+        )
+        engine.ask(Request(random_prompt(5), fields))
+        assert engine.is_idle()
+    assert min(committed) < 0
+    counts = [times for name, _, times in seen if name == "dllm:committed_tokens"]
+    assert sum(counts) == sum(number for number in committed if number > 0)
+    assert min(counts) > 0
 
 
 def test_an_abort_after_some_steps_is_an_end(

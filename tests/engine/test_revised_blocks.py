@@ -183,6 +183,28 @@ def test_few_rows_only_take_more_steps(
     assert engine.is_idle()
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("limit", [BLOCK, 3 * BLOCK])
+@pytest.mark.parametrize("fields", [{"edit_rounds": 3, "noise": 0.5}, {"slack": 2}])
+def test_texts_that_settle_late_need_no_more_rows(
+    served: tuple[Engine, Any],
+    fields: dict[str, Any],
+    limit: int,
+    is_fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their forwards are not cut, because no cache keeps what a part computes."""
+    engine, _ = served
+    monkeypatch.setenv("VLLM_DLLM_COMMIT_FUSION", str(int(is_fused)))
+    asks = [revise(TEXT, edit_threshold=3e-3, **fields), revise(TEXT[:20], noise=0.3)]
+    wanted = engine.ask(asks[0])[0]
+    monkeypatch.setattr(engine.scheduler, "row_budget", limit, raising=False)
+    monkeypatch.setattr(engine.runner.planner, "row_budget", limit)
+    answer, _ = engine.ask(*asks)
+    assert answer.token_ids == wanted.token_ids
+    assert engine.is_idle()
+
+
 def test_blocks_before_the_first_change_are_settled(served: tuple[Engine, Any]) -> None:
     """The answer after a text is generated as after any other text."""
     engine, _ = served

@@ -152,12 +152,16 @@ def test_likely_text_takes_one_step_of_all_copies(
     assert rows == [NUM_STRIPES * (len(PROMPT) + 32)]
 
 
+@pytest.mark.parametrize("temperature", [0, 0.7])
 @pytest.mark.parametrize("limit", [0, 100, 10_000])
-def test_few_rows_only_take_more_steps(
-    served: tuple[Engine, Any, bool], limit: int, monkeypatch: pytest.MonkeyPatch
+def test_few_rows_only_take_more_forwards(
+    served: tuple[Engine, Any, bool],
+    limit: int,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, *_ = served
-    one = revise(TEXT, noise=0.5, algorithm="threshold")
+    one = revise(TEXT, noise=0.5, algorithm="threshold", temperature=temperature, seed=3)
     (wanted,) = engine.ask(one)
     monkeypatch.setattr(engine.runner.planner, "row_budget", limit)
     (answer,) = engine.ask(one)

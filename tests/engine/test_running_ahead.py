@@ -18,7 +18,7 @@ from tests.engine.harness import (
     record_steps,
     start,
 )
-from vllm.diffusion.engine.scheduler.turns import StepLimits
+from vllm.diffusion.engine.worker.run_ahead import StepLimits
 from vllm.diffusion.memory import StepShape
 
 

@@ -12,6 +12,7 @@ from tests.adapter_files import lora_request, random_adapter, save_adapter
 from tests.checkpoints import random_prompt
 from tests.engine.harness import (
     BLOCKS,
+    DETERMINISTIC,
     Engine,
     Request,
     finish,
@@ -65,6 +66,16 @@ def test_a_request_sleeps_and_goes_on(
     assert answer.report["trajectory"]["weight_steps"] == [[0, 1]]
 
 
+def disk_updates(root: Path) -> dict[str, Any]:
+    """Return the settings of an engine that takes updates from folders below `root`."""
+    from vllm.config import WeightTransferConfig
+
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend="disk"),
+        "additional_config": {"dllm": {**DETERMINISTIC["dllm"], "weight_update_root": str(root)}},
+    }
+
+
 def test_discarded_weights_want_an_update(checkpoint: Callable[[str], Path]) -> None:
     ask = Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
     with running(checkpoint("moe"), quantization="fp8", enable_sleep_mode=True) as engine:
@@ -78,6 +89,49 @@ def test_discarded_weights_want_an_update(checkpoint: Callable[[str], Path]) -> 
         assert canvas.num_steps == 2
         engine.llm.collective_rpc("reload_weights")
         assert finish(engine)["a"].token_ids == wanted.token_ids
+
+
+def test_weights_that_sleep_are_neither_read_nor_written(checkpoint: Callable[[str], Path]) -> None:
+    """On a GPU their addresses have no memory, so that a read would end the engine."""
+    folder = checkpoint("mha")
+    ask = Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    with running(folder, enable_sleep_mode=True, **disk_updates(folder.parent)) as engine:
+        llm = engine.llm
+        (wanted,) = engine.ask(ask)
+        for level in (1, 2):
+            llm.sleep(level=level, mode="keep")
+            for method in ("reload_weights", "reset_weights", "compute_weight_checksums"):
+                with pytest.raises(RuntimeError, match=f"{method}: wanted wake_up first"):
+                    llm.collective_rpc(method)
+            llm.start_weight_update()
+            with pytest.raises(RuntimeError, match="update_weights: wanted wake_up first"):
+                llm.update_weights({"update_info": {"path": folder.name}})
+            llm.wake_up()
+            llm.update_weights({"update_info": {"path": folder.name}})
+            llm.finish_weight_update()
+            assert engine.ask(ask)[0].token_ids == wanted.token_ids
+
+
+def test_weights_that_are_lost_during_an_update_must_arrive_again(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    folder = checkpoint("mha")
+    ask = Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
+    with running(folder, enable_sleep_mode=True, **disk_updates(folder.parent)) as engine:
+        llm, info = engine.llm, {"update_info": {"path": folder.name}}
+        (wanted,) = engine.ask(ask)
+        llm.start_weight_update()
+        llm.update_weights(info)
+        with pytest.raises(RuntimeError, match="reset_weights: wanted finish_weight_update first"):
+            llm.collective_rpc("reset_weights")
+        llm.sleep(level=2, mode="keep")
+        llm.wake_up()
+        with pytest.raises(ValueError, match="tensors did not arrive"):
+            llm.finish_weight_update()
+        llm.start_weight_update()
+        llm.update_weights(info)
+        llm.finish_weight_update()
+        assert engine.ask(ask)[0].token_ids == wanted.token_ids
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -22,17 +22,18 @@ from tests.engine.harness import Engine, engine_config, logged
 from tests.programs import ROOT
 from vllm.diffusion import __version__
 from vllm.diffusion.api.server import welcome
-from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.errors import AdapterError, ServerConfigError
 from vllm.diffusion.engine.worker import status
 from vllm.diffusion.engine.worker.worker import DiffusionWorker
 from vllm.diffusion.metrics import BUILD_INFO
 from vllm.diffusion.ops.build_stamp import stamp_of
-from vllm.diffusion.ops.rooms import BUILD, Room, check_builds, rooms
+from vllm.diffusion.ops.native_packages import BUILD, NativePackage, check_builds, native_packages
 from vllm.diffusion.process import log_filter
 from vllm_add_llada.cuda_kernels import fused_ops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-ROOMS = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")
+# Names of the native packages in logs and metrics.
+NAMES = ("flash_sample", "fused_ops", "gather_gemm", "vmm_allocator")
 # Native packages with a compiled module.
 EXTENSIONS: dict[str, Any] = {
     "flash_sample": flash_sample,
@@ -48,7 +49,7 @@ def test_an_engine_says_what_it_runs_on(engine: Engine) -> None:
     (info,) = engine.llm.collective_rpc("build_info")
     assert info.keys() == set(BUILD_INFO.facts)
     if engine.runner.device.type == "cpu":
-        assert {info[room] for room in ROOMS[:-1]} == {"reference"}
+        assert {info[name] for name in NAMES[:-1]} == {"reference"}
         assert (info["activation_pool"], info["attention"], info["graphs"]) == (
             "torch",
             "sdpa",
@@ -56,16 +57,16 @@ def test_an_engine_says_what_it_runs_on(engine: Engine) -> None:
         )
 
 
-def test_every_room_is_told_of() -> None:
-    assert tuple(room.name for room in rooms()) == ROOMS
+def test_every_native_package_is_reported() -> None:
+    assert tuple(package.name for package in native_packages()) == NAMES
 
 
-@pytest.mark.parametrize("missing", ROOMS)
-def test_a_room_that_a_gpu_lacks_is_a_warning(
+@pytest.mark.parametrize("missing", NAMES)
+def test_a_package_that_is_not_built_for_a_gpu_is_a_warning(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actual = tuple(Room(name, is_built=name != missing) for name in ROOMS)
-    monkeypatch.setattr(status, "rooms", lambda: actual)
+    actual = tuple(NativePackage(name, is_built=name != missing) for name in NAMES)
+    monkeypatch.setattr(status, "native_packages", lambda: actual)
     info = {"activation_pool": "vmm", "attention": "sdpa+flash3+split"}
     lines = logged(status.logger, status.log_build_info, info, GPU, 3 << 30, None)
     warnings = [text for level, text in lines if level == logging.WARNING]
@@ -73,7 +74,7 @@ def test_a_room_that_a_gpu_lacks_is_a_warning(
     assert warnings[0].startswith(f"{missing}: not built") and BUILD in warnings[0]
     texts = [text for level, text in lines if level == logging.INFO]
     assert texts == [
-        *(f"{name}: kernels" for name in ROOMS if name != missing),
+        *(f"{name}: kernels" for name in NAMES if name != missing),
         "activation pool: 3.00 GiB, virtual memory",
         "attention: sdpa, flash3, split",
         "CUDA graphs: captured before the first request",
@@ -89,8 +90,8 @@ def test_a_module_of_another_version_is_refused(
         stamp = stamp_of(ROOT, str(folder))
         monkeypatch.setattr(package, "is_built", lambda: True)
         monkeypatch.setattr(package, "build_stamp", lambda s=stamp, n=name: s - (n == stale))
-    assert [room.name for room in rooms() if room.is_stale] == [stale]
-    line = f"{stale}: given a compiled module of another version; wanted one of these sources: "
+    assert [package.name for package in native_packages() if package.is_stale] == [stale]
+    line = f"{stale}: the compiled module does not match these sources; build it again with: "
     with pytest.raises(ServerConfigError, match=line):
         check_builds()
     monkeypatch.setattr(EXTENSIONS[stale], "is_built", lambda: False)
@@ -110,7 +111,7 @@ def test_without_a_gpu_nothing_is_missing() -> None:
     lines = logged(status.logger, status.log_build_info, *given)
     assert {level for level, _ in lines} == {logging.INFO}
     assert [text for _, text in lines] == [
-        *(f"{name}: PyTorch reference (no GPU)" for name in ROOMS),
+        *(f"{name}: PyTorch reference (no GPU)" for name in NAMES),
         "activation pool: 1.00 GiB, PyTorch's allocator (no GPU)",
         "attention: sdpa",
         "CUDA graphs: none (no GPU)",
@@ -129,13 +130,13 @@ def test_why_a_pool_is_not_virtual_memory(
 
 
 @pytest.mark.gpu
-def test_a_gpu_with_all_rooms_has_all_kernels(checkpoint: Any) -> None:
+def test_a_gpu_with_all_packages_has_all_kernels(checkpoint: Any) -> None:
     from tests.engine.harness import running
 
     with running(checkpoint("mha"), dtype="bfloat16") as engine:
         (info,) = engine.llm.collective_rpc("build_info")
-    built = {room.name: room.is_built for room in rooms()}
-    for name in ROOMS[:-1]:
+    built = {package.name: package.is_built for package in native_packages()}
+    for name in NAMES[:-1]:
         assert info[name] == ("kernels" if built[name] else "reference")
     assert info["activation_pool"] == ("vmm" if built["vmm_allocator"] else "torch")
     assert "sdpa" in info["attention"].split("+")
@@ -222,6 +223,19 @@ def test_the_end_of_an_engine_leaves_no_stack_trace() -> None:
     assert all(words.strip() in source for words in log_filter.DIED)
 
 
+def test_a_refused_call_is_one_line() -> None:
+    """Upstream logs it with a stack trace, which other errors keep."""
+    log_filter.drop_irrelevant_lines()
+    logger = logging.getLogger("vllm.v1.engine.core")
+    refusal = AdapterError("max_cpu_loras: given 4, all in use; wanted one to unload")
+    text = "Invocation of add_lora method failed"
+    fail = functools.partial(logger.error, "Invocation of %s method failed", "add_lora")
+    lines = logged(logger, functools.partial(fail, exc_info=refusal))
+    assert lines == [(logging.WARNING, f"{text}: {refusal}")]
+    lines = logged(logger, functools.partial(fail, exc_info=RuntimeError("other")))
+    assert lines == [(logging.ERROR, text)]
+
+
 def test_the_settings_of_an_engine_are_one_short_line(
     llama: Path, with_upstreams_kernels: None, tmp_path: Path
 ) -> None:
@@ -255,7 +269,7 @@ def test_a_length_beyond_the_checkpoints_is_no_warning() -> None:
     assert logged(logger, logger.warning, "%s %s", warning, "lead to nan") == []
     args = Namespace(host=None, port=1, root_path=None, ssl_certfile=None, api_key=None)
     args.served_model_name, args.model = None, "m"
-    for own_length, ending in ((4096, " (its config.json says 4096)"), (8192, ""), (None, "")):
+    for own_length, ending in ((4096, " (config.json has 4096)"), (8192, ""), (None, "")):
         lines = logged(
             welcome.logger,
             lambda length=own_length: welcome.log_welcome(

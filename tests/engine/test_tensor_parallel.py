@@ -34,6 +34,7 @@ from tests.engine.harness import (
     tokens,
 )
 from tests.engine.ranks import fail_once
+from tests.engine.same_bits import INVARIANT, check_beside, check_drafts, requests
 
 TWO_BLOCKS: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
 REQUESTS: list[tuple[int, dict[str, Any]]] = [
@@ -191,6 +192,19 @@ def test_ranks_take_the_same_turns(tmp_path: Path) -> None:
             assert [answer.token_ids for answer in cached] == alone
             assert_decoded([last], [wanted])
             engine.llm.collective_rpc(run_ahead)
+
+
+@pytest.mark.parametrize("family", ["mha", "sdar"])
+def test_ranks_give_the_same_bits_beside_others(
+    family: str, checkpoint: Callable[[str], Path]
+) -> None:
+    asks, others = (
+        requests(3, range(5, 200), most_prompt=40, seed=seed, family=family) for seed in (1, 2)
+    )
+    settings = {"max_num_seqs": 16, "additional_config": INVARIANT}
+    with running(checkpoint(family), tensor_parallel_size=2, **settings) as engine:
+        alone = check_beside(engine, asks, others, (5,))
+        check_drafts(engine, asks, alone)
 
 
 def test_gpus_equal_the_reference(num_gpus: int, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.diffusion.engine.scheduler.turns import NextForward, StepLimits, move_to_end, take_turns
-from vllm.diffusion.engine.worker.run_ahead import step_behind
+from vllm.diffusion.engine.scheduler.turns import NextForward, move_to_end, take_turns
+from vllm.diffusion.engine.worker.run_ahead import StepLimits, step_behind
 
 BUDGET = 100
 rows = st.integers(1, 150)

@@ -17,6 +17,7 @@ from vllm.diffusion.engine.messages import NewCanvas
 from vllm.diffusion.engine.worker.batch import StepBatch, build_batch
 from vllm.diffusion.engine.worker.canvas import Canvas
 from vllm.diffusion.engine.worker.sample_rows import SampleRows
+from vllm.diffusion.engine.worker.window import ForwardWindow
 from vllm.diffusion.layers.attention_backends import attend
 from vllm.diffusion.memory import KeptSequence, PageStore, chunks
 from vllm.diffusion.request import decision, fields
@@ -90,7 +91,11 @@ def canvas(
         extra["cache"] = "dual"
     prompt = [2 + i % 90 for i in range(length - 8)]
     decided = decision.decide(fields.canonical(extra), SERVED, prompt)
-    made = Canvas(NewCanvas(name, prompt, decided), cache, visibility)
+    made = Canvas(NewCanvas(name, prompt, decided), visibility)
+    if cache is not None:  # it ends with the sequence, and not with a block
+        own = visibility.with_blocks_of(decided.block_length, decided.block_offset(len(prompt)))
+        made.window = ForwardWindow(decided, own, len(prompt), cache.length)
+        made.window.cache = cache
     made.rule = Window(window or (0, length), sampled)  # type: ignore[assignment]
     return made
 

@@ -94,8 +94,8 @@ def test_thousands_leave_one_after_the_other() -> None:
         line.remove(item)
         assert len(line) == len(items) - left
     assert line.requests == items[:12]
-    assert line.named(first.req_id) == items[:12] and line.named("another") == []
-    assert started(line) == items[:10] and line.named(first.req_id) == items[10:12]
+    assert line.by_id == {first.req_id: items[:12]}
+    assert started(line) == items[:10] and line.by_id == {first.req_id: items[10:12]}
     assert time.monotonic() - begun < 120  # seconds; only a hang exceeds this
 
 

@@ -509,8 +509,8 @@ def test_what_cannot_be_is_told_in_one_line(
         llm, ask = engine.llm, Request(random_prompt(9), {**BLOCKS, "ignore_eos": True})
         before = engine.ask(ask)[0].token_ids
         for call, match in (
-            (lambda: llm.update_weights({"update_info": {}}), "wanted start_weight_update before"),
-            (llm.finish_weight_update, "wanted start_weight_update before"),
+            (lambda: llm.update_weights({"update_info": {}}), "wanted start_weight_update first"),
+            (llm.finish_weight_update, "wanted start_weight_update first"),
             (llm.start_draft_weight_update, "no draft model"),
         ):
             with pytest.raises(RuntimeError, match=match):
@@ -529,9 +529,9 @@ def test_what_cannot_be_is_told_in_one_line(
             ({"path": "empty", "names": []}, "update_info: given path, names; wanted path alone"),
         ):
             llm.start_weight_update()
-            with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
+            with pytest.raises(RuntimeError, match="wanted finish_weight_update first"):
                 llm.start_weight_update()
-            with pytest.raises(RuntimeError, match="wanted finish_weight_update before"):
+            with pytest.raises(RuntimeError, match="wanted finish_weight_update first"):
                 llm.shutdown_weight_transfer_engine()
             with pytest.raises(RuntimeError, match="given a list of 0; wanted one entry for each"):
                 llm.update_weights({"update_info": []})

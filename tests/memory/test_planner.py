@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.memory.support import BF16, LLADA_8B, in_place
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import Buffer, row_bytes
 from vllm.diffusion.core.errors import ActivationBudgetError
 from vllm.diffusion.core.pages import PAGE_SIZE
+from vllm.diffusion.core.stages import Buffer, row_bytes
 from vllm.diffusion.engine.scheduler.turns import take_turns
 from vllm.diffusion.memory import (
     Admission,

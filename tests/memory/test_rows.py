@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.diffusion.core.buffers import Buffer
+from vllm.diffusion.core.stages import Buffer
 from vllm.diffusion.memory import ActivationPool, HostRows, ResidualRows, chunks
 
 NUM_ROWS, WIDTH = 23, 5

@@ -23,8 +23,13 @@ from vllm.model_executor.model_loader import get_model
 from tests.checkpoint_files import change_json, change_weights
 from tests.checkpoints import MASK_ID, VOCAB_SIZE
 from tests.engine.harness import models_inspected_here
-from vllm.diffusion.core.buffers import FreshBuffers
+from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
+from vllm.diffusion.adapters.matrices import Shard
+from vllm.diffusion.adapters.peft_files import AdapterReader
+from vllm.diffusion.adapters.slot_memory import SlotMemory
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
+from vllm.diffusion.core.stages import FreshBuffers
+from vllm.diffusion.models.adapted_layers import install_adapters, layer_products
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.ops.packed import NF4, NF4_ORDER
 from vllm.diffusion.request.visibility import FULL, BlockCausal, Visibility
@@ -78,6 +83,25 @@ def load(config: VllmConfig) -> DiffusionModel:
         model = get_model(vllm_config=config)
     assert isinstance(model, DiffusionModel)
     return model
+
+
+def add_slots(
+    model: DiffusionModel, config: VllmConfig, num_slots: int
+) -> tuple[SlotMemory, AdapterReader]:
+    """Add slots of adapters to a loaded model; also return the reader of their files."""
+    lora, reader = config.lora_config, reader_of(config)
+    assert lora is not None and reader is not None
+    slots = SlotMemory(
+        matrices_of(lora, model.config),
+        num_slots,
+        lora.max_lora_rank,
+        Shard(0, 1, slice(0, model.num_columns)),
+        dtype=model.dtype,
+        device=model.rotary_frequencies.device,
+        products=layer_products(model),
+    )
+    install_adapters(model, slots)
+    return slots, reader
 
 
 @torch.no_grad()

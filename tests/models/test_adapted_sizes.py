@@ -3,17 +3,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.adapter_files import random_adapter, save_adapter
-from tests.models.support import Recorder, engine_config
+from tests.checkpoints import make_checkpoint
+from tests.models.support import Recorder, add_slots, engine_config
 from vllm.diffusion.adapters.adapted_rows import RowSlots
 from vllm.diffusion.adapters.lora_flags import matrices_of, reader_of
-from vllm.diffusion.adapters.matrices import Shard
-from vllm.diffusion.adapters.slot_memory import SlotMemory
 from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.engine.planning import make_planner, model_shape
 from vllm.diffusion.memory import Planner
@@ -21,7 +21,6 @@ from vllm.diffusion.memory.cost import CPU
 from vllm.diffusion.memory.footprint import Footprint
 from vllm.diffusion.memory.plan import Residency
 from vllm.diffusion.memory.shapes import StepShape
-from vllm.diffusion.models.adapted_layers import install_adapters
 from vllm.diffusion.models.base import DiffusionModel
 
 RANK = 16
@@ -51,23 +50,44 @@ def test_stages_take_what_is_planned(
     case_path: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    path, rows, layout = case_path(case), 7, Residency(keep_queries=False)
     if targets and case == "llada2_dense_first":
         targets = ["query_key_value"]
-    options = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
-    options["quantization"] = quantization
+    options: dict[str, Any] = {"lora_target_modules": targets, "quantization": quantization}
+    seen = check_buffers(case_path(case), 7, load_model, tmp_path, options)
+    assert "low rank" in seen
+    assert "gate and up" in seen or targets is not None or "moe" in case
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj", "o_proj"]])
+def test_joined_products_are_planned(
+    targets: list[str] | None, load_model: Callable[..., DiffusionModel], tmp_path: Path
+) -> None:
+    """Rows of wide weights have products with the first matrices in the same buffer."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512}
+    path = make_checkpoint(tmp_path / "wide", family="dream", seed=3, **sizes)
+    seen = check_buffers(path, 70, load_model, tmp_path, {"lora_target_modules": targets})
+    assert "joined product" in seen
+    # Other products of queries, keys and values compute some of the columns.
+    assert "low rank" in seen
+
+
+def check_buffers(
+    path: Path,
+    rows: int,
+    load_model: Callable[..., DiffusionModel],
+    folder: Path,
+    options: dict[str, Any],
+) -> set[str]:
+    """Check the buffers that all stages take, and return their names."""
+    layout = Residency(keep_queries=False)
+    options = {"enable_lora": True, "max_lora_rank": RANK, **options}
     config = engine_config(path, **options)
     model, lora = load_model(path, **options), config.lora_config
-    assert lora is not None
-    matrices = matrices_of(lora, model.config)
-    shard = Shard(0, 1, slice(0, model.num_columns))
-    slots = SlotMemory(matrices, 1, RANK, shard, dtype=model.dtype, device=torch.device("cpu"))
-    install_adapters(model, slots)
-    reader = reader_of(config)
-    assert reader is not None and model.adapting is not None
-    allowed = set(matrices.allowed)
+    slots, reader = add_slots(model, config, num_slots=1)
+    assert lora is not None and model.adapting is not None
+    allowed = set(matrices_of(lora, model.config).allowed)
     tensors = random_adapter(path, lambda name: name in allowed, rank=RANK)
-    slots.write(0, reader.read("a", str(save_adapter(tmp_path / "a", tensors, rank=RANK))))
+    slots.write(0, reader.read("a", str(save_adapter(folder / "a", tensors, rank=RANK))))
     layer, x = model.layers[0], torch.ones(rows, model.hidden_size)
     rotary = model.rotary(torch.arange(rows))
     product = torch.zeros(rows, 2 * model.num_kv_heads * model.head_dim)
@@ -96,8 +116,7 @@ def test_stages_take_what_is_planned(
         assert scratch.taken.keys() <= planned.keys()
         assert all(taken <= planned[name] for name, taken in scratch.taken.items())
         seen |= scratch.taken.keys()
-    assert "low rank" in seen
-    assert ("gate and up" in fed.taken) or targets is not None or "moe" in case
+    return seen
 
 
 def test_plans_count_adapters_only_in_their_steps(case_path: Callable[[str], Path]) -> None:

@@ -61,7 +61,26 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         {"rank_pattern": {"q_proj": 64}},
         "rank_pattern: q_proj: given 64; wanted at most max_lora_rank 16",
     ),
-    ({"lora_alpha": "x"}, "lora_alpha: given 'x'; wanted a number"),
+    ({"r": float("nan")}, "r: given nan; wanted a whole number from 1 on"),
+    ({"r": 10**400}, f"r: given {10**400}; wanted a whole number from 1 on"),
+    ({"rank_pattern": [1]}, "rank_pattern: given [1]; wanted an object of numbers by modules"),
+    (
+        {"rank_pattern": {"q_proj": "8"}},
+        "rank_pattern: q_proj: given '8'; wanted a whole number from 1 on",
+    ),
+    (
+        {"rank_pattern": {"(": 8}},
+        "rank_pattern: given '('; wanted a regular expression: "
+        "missing ), unterminated subpattern at position 0",
+    ),
+    ({"lora_alpha": "x"}, "lora_alpha: given 'x'; wanted a finite number"),
+    ({"lora_alpha": float("nan")}, "lora_alpha: given nan; wanted a finite number"),
+    ({"lora_alpha": float("inf")}, "lora_alpha: given inf; wanted a finite number"),
+    (
+        {"alpha_pattern": {"q_proj": None}},
+        "alpha_pattern: q_proj: given nothing; wanted a finite number",
+    ),
+    ({"use_rslora": "no"}, "use_rslora: given 'no'; wanted true or false"),
     ({"peft_type": "IA3"}, "peft_type: given 'IA3'; wanted 'LORA'"),
     ({"use_dora": True}, f"use_dora: given true; wanted false, {MERGED}"),
     ({"bias": "all"}, f"bias: given 'all'; wanted 'none', {MERGED}"),
@@ -102,7 +121,8 @@ def test_harmless_fields(folder: Path, tensors: dict[str, Tensor], tmp_path: Pat
 
 def test_folders(folder: Path, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     reader = reader_of(folder)
-    assert refusal_of(reader, "/x") == f"lora_path: given '/x'; {NO_FOLDER}"
+    for path in ("/x", "x" * 5000, "~no-such-user/x", "a\0b"):
+        assert refusal_of(reader, path) == f"lora_path: given {path!r}; {NO_FOLDER}"
     save_adapter(tmp_path, tensors)
     (tmp_path / "adapter_config.json").rename(tmp_path / "config.json")
     assert refusal_of(reader, tmp_path) == f"lora_path: given {str(tmp_path)!r}; {NO_FOLDER}"
@@ -114,7 +134,8 @@ def test_folders(folder: Path, tensors: dict[str, Tensor], tmp_path: Path) -> No
     (tmp_path / "adapter_model.safetensors").unlink()
     assert refusal_of(reader, tmp_path) == f"lora_path: given {str(tmp_path)!r}; {NO_FOLDER}"
     (tmp_path / "adapter_model.bin").write_bytes(b"no tensors")
-    assert "wanted a file of tensors" in refusal_of(reader, tmp_path)
+    line = "adapter_model.bin: wanted a file of tensors; reading: UnpicklingError"
+    assert refusal_of(reader, tmp_path) == line
 
 
 def test_a_name_on_the_hub_is_downloaded(

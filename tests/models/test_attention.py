@@ -13,7 +13,7 @@ from tests.models.split_kernel import plain_attention
 from tests.pages import in_pages
 from vllm.diffusion.core.spans import AttentionLayout, PageTable, Span, check_tiling
 from vllm.diffusion.core.stages import SPLIT_ROWS
-from vllm.diffusion.layers import attention_backends
+from vllm.diffusion.layers import attention_backends, packed_attention
 from vllm.diffusion.layers.attention_backends import (
     Backend,
     attend,
@@ -191,7 +191,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Simulate a GPU of capability 9.0 on the CPU, and yield upstream's attention module."""
     real = attention_backends.can_be_captured
     cuda = torch.device("cuda")
-    monkeypatch.setattr(attention_backends, "capability", lambda _: (9, 0))
+    for module in (attention_backends, packed_attention):
+        monkeypatch.setattr(module, "capability", lambda _: (9, 0))
     monkeypatch.setattr(
         attention_backends, "can_be_captured", lambda dtype, dim, _: real(dtype, dim, cuda)
     )
@@ -205,7 +206,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     upstream.flash_attn_varlen_func = plain_flash  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", upstream)
     # Disable the cache of the result, because tests change the module.
-    monkeypatch.setattr(attention_backends, "_flash3", attention_backends._flash3.__wrapped__)
+    uncached = packed_attention.flash3.__wrapped__
+    for module in (attention_backends, packed_attention):
+        monkeypatch.setattr(module, "flash3", uncached)
     return upstream
 
 
@@ -330,7 +333,8 @@ def test_choice_for_keys_in_pages(
 def test_flash3_is_for_hopper(
     hopper: ModuleType, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(attention_backends, "capability", lambda _: capability)
+    for module in (attention_backends, packed_attention):
+        monkeypatch.setattr(module, "capability", lambda _: capability)
     layout = layout_of(1, 16384, 16384)
     assert choose_backend(shaped(layout), layout) is Backend.SDPA
 

@@ -3,8 +3,10 @@
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +18,16 @@ from tests.models.split_kernel import plain_attention
 from tests.models.support import fp8_layer
 from tests.pages import in_pages
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, Span
+from vllm.diffusion.core.stages import FreshBuffers
+from vllm.diffusion.engine.worker.model_loading import load_everywhere
 from vllm.diffusion.layers.attention_backends import attend_invariantly
 from vllm.diffusion.layers.split_attention import FIXED_PART_KEYS, split_attention
-from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops import collectives, dispatch
+from vllm.diffusion.ops.collectives import HostCollectives
+from vllm.diffusion.parallel.groups import ALONE, RankGroup
 
 H200 = dispatch.DeviceInfo(dispatch.KernelTier.HOPPER, 132)
 # Columns and depth of weights: qkv, output, gate and up, down, head.
@@ -33,6 +38,12 @@ SHAPES = {
     "sdar": [(6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (151_936, 4096)],
     "llada-moe": [(6144, 2048), (2048, 2048), (2048, 2048), (2048, 1024), (157_184, 2048)],
     "llada2": [(3072, 2048), (2048, 2048), (10_240, 2048), (2048, 5120), (157_184, 2048)],
+}
+# The parts of two tensor-parallel ranks; the ranks divide the depth of outputs.
+SHAPES |= {
+    "llada, 2 ranks": [(6144, 4096), (4096, 2048), (12_288, 4096), (4096, 6144), (63_232, 4096)],
+    "sdar, 2 ranks": [(3072, 4096), (4096, 2048), (12_288, 4096), (4096, 6144), (75_968, 4096)],
+    "llada2, 2 ranks": [(1536, 2048), (2048, 1024), (5120, 2048), (2048, 2560), (78_592, 2048)],
 }
 MOST_ROWS = 4096
 MAX_NUMBERS = 1 << 27  # numbers of a product in these tests
@@ -101,6 +112,95 @@ def test_every_use_computes_its_product_whatever_the_other_rows(
         assert (found - expected).norm() < error * max(1.0, 0.1 * float(expected.norm()))
     for rows in (slice(0, 1), slice(5, 22), slice(36, 37)):
         assert all(is_same(a, b[rows]) for a, b in zip(results(rows), whole, strict=True))
+
+
+def test_narrow_parts_are_copied_from_wider_products() -> None:
+    """Parts of 1,500 rows are computed in several products, each of 1,024 columns."""
+    weight, bias, x = numbers(1200, 8, seed=1), numbers(1200, seed=2), numbers(1500, 8, seed=3)
+    projection, widths = invariant(weight, bias), set()
+    whole, scratch = torch.empty(1500, 1200), FreshBuffers("cpu")
+    projection.project(x, whole, scratch)
+    with recorded_products(widths):
+        for part in (slice(0, 40), slice(700, 1100), slice(-64, None), slice(100, 1150)):
+            out = torch.empty(1500, len(range(1200)[part]))
+            projection.project(x, out, scratch, part)
+            torch.testing.assert_close(out, whole[:, part])
+    assert widths == {1024, 1050}
+
+
+@contextmanager
+def recorded_products(widths: set[int]) -> Iterator[None]:
+    """Record the columns of the products that are computed in the block."""
+    plain = torch.addmm
+
+    def addmm(*given: Any, **named: Any) -> Tensor:
+        widths.add(named["out"].shape[1])
+        return plain(*given, **named)
+
+    with mock.patch.object(torch, "addmm", addmm):
+        yield
+
+
+# ---- sums over ranks ----
+
+
+class Gathered(HostCollectives):
+    """Collectives of a rank, with the parts of all ranks."""
+
+    def __init__(self, *parts: Tensor) -> None:
+        group: Any = SimpleNamespace(size=lambda: len(parts))
+        super().__init__(group)
+        self.parts = torch.stack(parts)
+
+    def gather(self, part: Tensor) -> Tensor:
+        return self.parts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parts", "residual", "wanted"),
+    [
+        # The second number is lost if it is added to the first, and kept in any other order.
+        (torch.float32, (2.0**24, 1.0, -(2.0**24)), 0.5, 0.5),
+        # Each addition would be rounded to 256, but their sum is not.
+        (torch.bfloat16, (256.0, 1.0, 1.0), 2.0, 260.0),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 5, 4097])
+def test_parts_of_ranks_are_added_in_rank_order_and_rounded_once(
+    rows: int, dtype: torch.dtype, parts: tuple[float, ...], residual: float, wanted: float
+) -> None:
+    ranks = Gathered(*(torch.full((rows, 3), part, dtype=dtype) for part in parts))
+    x = torch.full((rows, 3), residual, dtype=dtype)
+    ranks.add_sum(x, lambda some, out: None, FreshBuffers("cpu"))
+    assert (x == wanted).all()
+    assert (ranks.sum(x) == wanted - residual).all()
+
+
+def test_sums_by_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = SimpleNamespace(world_size=2, device_group=SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(collectives, "get_tp_group", lambda: group)
+    card = torch.device("cuda", 0)
+    ops.join_ranks(card, 1 << 20, None)
+    assert ops.tensor_parallel().num_ranks == 2
+    with pytest.raises(ServerConfigError, match=r"batch_invariant: given 2 .* NCCL"):
+        ops.join_ranks(card, 1 << 20, None, is_invariant=True)
+
+
+class Others(RankGroup):
+    """A group in which another rank refuses what this rank may accept."""
+
+    def all_gather_object(self, text: str | None) -> list[str | None]:
+        return [text, "batch_invariant: given torch 0"]
+
+
+def test_a_rank_refuses_what_another_rank_refuses() -> None:
+    loaded: Any = (object(), object())
+    assert load_everywhere(ALONE, lambda: loaded) is loaded
+    with pytest.raises(ServerConfigError, match="batch_invariant: given torch 0"):
+        load_everywhere(Others(), lambda: loaded)
+
+
+# ---- attention on the CPU ----
 
 
 def test_attention_on_the_cpu_reads_row_by_row() -> None:
@@ -292,6 +392,7 @@ def test_norms_have_the_same_bits(tensors: Any) -> None:
 
 
 EXPERTS = [(64, 8, 2048, 1024, ops.SOFTMAX), (128, 8, 2048, 768, ops.Scoring(is_normalised=True))]
+EXPERTS += [(64, 8, 2048, 512, ops.SOFTMAX)]  # half of the width, for two ranks
 EXPERTS += [
     (256, 8, 2048, 512, ops.Scoring(True, 8, 4, is_normalised=True, scale=2.5, in_fp32=True))
 ]

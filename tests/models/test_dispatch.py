@@ -56,6 +56,23 @@ def test_tilings_of_many_rows_leave_little_of_the_card_idle() -> None:
     assert tiling(256, 24576, 256) is None
 
 
+def test_tails_take_tiles_that_fill_the_card_or_one_tile_of_rows() -> None:
+    def tail_tiling(num_rows: int, columns: int, depth: int = 256) -> Tiling | None:
+        return dispatch.tail_tiling(num_rows, columns, depth, card=CARD)
+
+    low = Tiling(192, rows=128)
+    chosen = [rows for rows in range(1, 237) if tail_tiling(rows, 24576) is not None]
+    assert chosen == [*range(1, 129)]
+    assert {tail_tiling(rows, 24576) for rows in chosen} == {low}
+    assert tail_tiling(384, 24576) == low
+    assert tail_tiling(505, 24576) == Tiling(192, rows=256)
+    # A few blocks leave the card idle, as some of a second wave do.
+    assert tail_tiling(64, 12288) is None
+    assert tail_tiling(64, 192 * 133) is None
+    assert tail_tiling(64, 24576, 256 + 8) is None
+    assert dispatch.tail_tiling(512, 24576, 256, card=OTHER_CARD) is None
+
+
 def test_without_the_card_there_is_no_kernel() -> None:
     assert dispatch.card_of(torch.device("cpu")) == dispatch.NO_CARD
     for gated in (False, True):

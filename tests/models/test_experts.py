@@ -11,8 +11,8 @@ from torch.nn import functional
 from gather_gemm import route
 from tests.native.support import experts_of
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.quantisation import ONLINE, PackedScheme
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm_add_llada.cuda_kernels.fused_ops import unpack
 
 NUM_EXPERTS, WIDTH, INNER = 6, 8, 16

@@ -30,9 +30,9 @@ from tests.models.support import (
     staged_logits,
 )
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import Buffer
 from vllm.diffusion.core.errors import CheckpointError, ModelConfigError, ServerConfigError
 from vllm.diffusion.core.quantisation import Fp8Scheme, scheme_of
+from vllm.diffusion.core.stages import Buffer
 from vllm.diffusion.models.llada import LLaDAConfig
 from vllm.diffusion.models.weights import checkpoint_name
 
@@ -176,7 +176,7 @@ def test_the_head_becomes_fp8_where_that_is_asked_for(
 @pytest.mark.parametrize(
     ("changes", "settings", "message"),
     [
-        ({}, {}, "wanted --quantization fp8, int4 or nf4 beside it"),
+        ({}, {}, "wanted --quantization fp8, int4 or nf4 with it"),
         ({"weight_tying": True}, {"quantization": "fp8"}, "wanted false: the head is"),
     ],
 )

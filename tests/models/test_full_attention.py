@@ -22,8 +22,8 @@ from tests.models.support import (
     some_ids,
     staged_logits,
 )
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.models import expert_matrices, mixture
 from vllm.diffusion.models.base import DiffusionModel
 from vllm.diffusion.models.upstream_model import UpstreamModel

@@ -26,8 +26,8 @@ from tests.models.support import (
     visibility_of,
 )
 from vllm.diffusion import ops
-from vllm.diffusion.core.buffers import FreshBuffers
 from vllm.diffusion.core.errors import ServerConfigError
+from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.models.weights import quantised_sizes
 from vllm.diffusion.ops.packed import (
     NF4,

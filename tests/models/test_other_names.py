@@ -24,7 +24,7 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 REFUSION = {"AutoModelForCausalLM": "modeling_qwen3_refusion.Qwen3ForCausalLM"}
 PLAIN = {"AutoModelForCausalLM": "modeling_qwen3.Qwen3ForCausalLM"}
 MISSING = (
-    "use_regular_causal: not in config.json beside {}; wanted --hf-overrides "
+    "use_regular_causal: missing in config.json of a checkpoint with {}; wanted --hf-overrides "
     "'{{\"use_regular_causal\": true}}' for I-DLM, false for SDAR"
 )
 A_MASK = "this checkpoint is a diffusion model that is not supported; VLLM_DLLM_SERVE_AS_AR=1 "
@@ -142,7 +142,7 @@ def test_an_engine_refuses_it_before_it_is_configured(tmp_path: Path) -> None:
 def test_an_override_decides_for_sdar(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "sdar", family="sdar", seed=3)
     change_json(path, block_size=2)
-    with pytest.raises(ServerConfigError, match="beside block_size 2"):
+    with pytest.raises(ServerConfigError, match="with block_size 2"):
         engine_config(path)
     config = engine_config(path, hf_overrides={"use_regular_causal": False})
     assert config.model_config.hf_config.block_length == 2
@@ -152,7 +152,7 @@ def test_an_override_decides_for_sdar(tmp_path: Path) -> None:
     change_json(path, block_size=4)
     (path / "adapter").mkdir()
     (path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ServerConfigError, match="beside a folder adapter"):
+    with pytest.raises(ServerConfigError, match="with a folder adapter"):
         engine_config(path)
 
 

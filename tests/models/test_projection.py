@@ -23,7 +23,7 @@ from tests.models.support import (
 )
 from vllm.diffusion import ops
 from vllm.diffusion.core import stages
-from vllm.diffusion.core.buffers import Buffer, row_bytes
+from vllm.diffusion.core.stages import Buffer, row_bytes
 from vllm.diffusion.models.transformer import order_products
 from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.packed import quantise_packed

@@ -137,6 +137,8 @@ class LowRankCase:
         up = torch.full((len(ranks), max_rank, sum(widths)), torch.nan, dtype=dtype, device=device)
         scales = torch.rand(len(ranks), num_parts, generator=generator).to(device) + 0.5
         self.delta = torch.zeros(num_rows, sum(widths), dtype=torch.float64, device=device)
+        num_numbers = num_parts * max_rank
+        self.scaled = self.delta.new_zeros(num_rows, len(ranks) * num_numbers)
         row_slots = torch.tensor([slot for slot, count in runs for _ in range(count)])
         for slot, own in enumerate(ranks):
             start = 0
@@ -145,19 +147,39 @@ class LowRankCase:
                 down[slot, part, :rank] = drawn(rank, depth)
                 up[slot, :rank, columns] = drawn(rank, width)
                 low = self.x.double() @ down[slot, part, :rank].double().t()
-                delta = scales[slot, part].double() * low @ up[slot, :rank, columns].double()
+                low *= scales[slot, part].double()
                 rows = (row_slots == slot).to(device)
-                self.delta[rows, columns] = delta[rows]
+                self.delta[rows, columns] = (low @ up[slot, :rank, columns].double())[rows]
+                first = slot * num_numbers + part * max_rank
+                self.scaled[rows, first : first + rank] = low[rows]
                 start += width
         ranks = torch.tensor(ranks, dtype=torch.int32, device=device)
         self.matrices = LowRank(down, up, ranks, scales)
 
     def low(self, tiles, num_splits, rows=slice(None)):
+        """Products with the first matrices of each row's slot, [rows, 1, numbers]."""
         num_rows = len(self.x[rows])
-        shape = num_splits, num_rows, self.matrices.num_ranks
+        shape = num_splits, num_rows, 1, self.matrices.num_ranks
         low = torch.full(shape, torch.nan, device=self.device)
         shrink(self.x[rows], self.matrices, tiles, low)
-        return low
+        return low[0]
+
+    def by_slot(self, tiles, num_splits, rows=slice(None)):
+        """The same times the scales, with zeros for all other slots, [rows, slots * numbers]."""
+        num_rows, num_numbers = self.scaled[rows].shape
+        low = torch.full((num_splits, num_rows, 1, self.matrices.num_ranks), torch.nan)
+        wide = torch.full((num_rows, num_numbers + 8), torch.nan).to(self.dtype).to(self.device)
+        by_slot = wide[:, :num_numbers]
+        shrink(self.x[rows], self.matrices, tiles, low.to(self.device), by_slot)
+        assert wide[:, num_numbers:].isnan().all()
+        return by_slot
+
+    def low_of_all(self):
+        """Products with the first matrices of all slots, [rows, slots, numbers], rows apart."""
+        low = self.x.float() @ self.matrices.down.flatten(0, 2).float().t()
+        wide = torch.full((len(low), low.shape[1] + 24), torch.nan).to(self.dtype).to(self.device)
+        wide[:, : low.shape[1]] = low
+        return wide[:, : low.shape[1]].unflatten(1, (len(self.matrices.down), -1))
 
     def base(self, generator, num_columns):
         base = torch.randn(self.num_rows, num_columns + 8, generator=generator)
@@ -176,9 +198,21 @@ def check_low_rank(generator, runs, ranks, dtype, device, size, num_splits, dept
     without = (case.delta == 0).all(dim=1)
     assert relative_error(out, base.double() + case.delta) <= ERROR[dtype]
     assert torch.equal(out[without], base[without])
+    # All slots' products, which a larger product computes, and another addend.
+    for adds in (False, True):
+        other = case.base(generator, 88).clone()
+        wanted = base.double() + case.delta + adds * other.double()
+        options = {"base": base, "adds": adds}
+        expand(case.low_of_all(), case.matrices, tiles, other, pieces, **options)
+        assert relative_error(other, wanted) <= ERROR[dtype]
+        assert adds or torch.equal(other[without], base[without])
     # A window of the rows, which cuts tiles, and columns of two parts.
     rows = slice(case.num_rows // 4, case.num_rows - case.num_rows // 3)
     window = tiles._replace(first_row=rows.start)
+    for some, own in ((slice(None), tiles), (rows, window)):
+        by_slot = case.by_slot(own, num_splits, some)
+        assert relative_error(by_slot, case.scaled[some]) <= ERROR[dtype]
+        assert not by_slot[case.scaled[some] == 0].any()
     some = base[rows, 30:70].clone()
     pieces = Piece(0, 30, 0, 10), Piece(1, 40, 10, 24), Piece(2, 64, 34, 6)
     expand(case.low(window, num_splits, rows), case.matrices, window, some, pieces)

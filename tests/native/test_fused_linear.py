@@ -86,6 +86,34 @@ def test_gated_linear_rounds_as_its_parts(generator, tiling, num_rows, num_colum
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tail_depth", [8, 64, 72, 256])
+@pytest.mark.parametrize("tile_rows", [128, 256])
+@pytest.mark.parametrize("num_rows", [1, 63, 128, 250, 505])
+def test_a_tail_is_added_before_rounding(generator, tail_depth, tile_rows, num_rows):
+    """The product of strided rows and of another weight belongs to the same sums."""
+    columns, depth = 24576, 256
+    wide = torch.randn(num_rows, depth + tail_depth + 24, generator=generator)
+    wide = wide.to("cuda", torch.bfloat16)
+    x, rows = wide[:, :depth], wide[:, depth + 8 : depth + 8 + tail_depth]
+    weight = torch.randn(columns, depth, generator=generator).to("cuda", torch.bfloat16) / 16
+    other = torch.randn(columns, tail_depth + 8, generator=generator).to("cuda", torch.bfloat16)
+    other = other[:, :tail_depth] / 16
+    torch.cuda.synchronize()  # the kernel may read the weights before their writers have ended
+    total = x.double() @ weight.double().t() + rows.double() @ other.double().t()
+    gate, up = total.bfloat16().chunk(2, dim=-1)
+    wanted = (torch.nn.functional.silu(gate) * up).double()
+    room = torch.full((num_rows + 1, columns // 2 + 8), torch.nan, device="cuda").bfloat16()
+    out = room[:num_rows, : columns // 2]
+    options = {"epilogue": Epilogue.SILU_MUL, "early": True, "tail": (rows, other)}
+    fused_linear(x, weight, out, tiling=Tiling(192, rows=tile_rows), **options)
+    assert (out.double() - wanted).norm() <= 1e-3 * wanted.norm()  # some sums round differently
+    assert room[num_rows:].isnan().all() and room[:, columns // 2 :].isnan().all()
+    if has_fused_linear(x, weight):
+        with pytest.raises(RuntimeError, match=r"fused_ops\.linear: cudaErrorInvalidValue"):
+            fused_linear(x, weight, out, tiling=Tiling(192), **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("tiling", "epilogue"), [(Tiling(80), "STORE"), (Tiling(64), "SILU_MUL")])
 def test_a_tiling_without_a_kernel_is_refused(tiling, epilogue):
     x = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)
@@ -127,6 +155,9 @@ def test_fused_linear_on_the_cpu_is_pytorch(generator, dtype):
     gate, up = (x @ weight.t()).chunk(2, dim=-1)
     gated = fused_linear(x, weight, epilogue=Epilogue.SILU_MUL)
     assert torch.equal(gated, torch.nn.functional.silu(gate) * up)
+    tail = x[:, :8], weight[:, 8:16]
+    longer = torch.cat([x, tail[0]], dim=1) @ torch.cat([weight, tail[1]], dim=1).t()
+    assert torch.equal(fused_linear(x, weight, tail=tail), longer)
 
 
 @pytest.mark.parametrize(

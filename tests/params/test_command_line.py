@@ -71,7 +71,7 @@ def test_a_file_and_a_name_come_together(tmp_path: Path) -> None:
     [
         ("foo: 1\n", "foo: given 1; unknown"),
         ("threshold: high\n", "threshold: given 'high'; wanted"),
-        ("seed: 1\n", "seed belongs to a request"),
+        ("seed: 1\n", "seed can only be set by requests"),
         ("- threshold\n", "wanted `name: value` lines"),
         ("a: [\n", "not YAML"),
     ],
@@ -117,7 +117,7 @@ def test_no_model_at_all(
 ) -> None:
     message = refusal_of_ours([], monkeypatch, capsys)
     assert message.startswith("error: wanted a checkpoint: a folder")
-    assert "make_tiny_model.py makes models/llada-tiny; --model models/llada-tiny" in message
+    assert "make_tiny_model.py creates models/llada-tiny; --model models/llada-tiny" in message
 
 
 # Mistakes of users, and the one line of their error.
@@ -265,7 +265,7 @@ def test_what_ends_a_server_is_one_line(error: Exception, message: str) -> None:
             "--middleware: given 'os.path.nope'; wanted",
         ),
         (["--logits-processors", "nope:X"], "--logits-processors: given ['nope:X']; wanted none"),
-        (["--lora-modules", "a=b"], "lora_modules: given a=b; wanted enable_lora beside it"),
+        (["--lora-modules", "a=b"], "lora_modules: given a=b; wanted enable_lora, too"),
         (["--chat-template", "{% x }"], "--chat-template: given '{% x }'; wanted a Jinja template"),
     ],
 )

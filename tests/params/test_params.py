@@ -603,11 +603,16 @@ WRONG: list[tuple[str, Any]] = [
     ("steps", -1),
     ("block_length", 0),
     ("temperature", 10**400),
+    ("temperature", 1e7),
+    ("temperature", 1e-300),
     ("seed", 1.5),
     ("min_tokens", -1),
     ("min_tokens", 129),  # more than the canvas
     ("min_p", 1.5),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-7),
+    ("repetition_penalty", 1e7),
+    ("cfg_scale", 1e7),
     ("presence_penalty", 2.5),
     ("frequency_penalty", -2.5),
     ("logit_bias", [5]),
@@ -706,7 +711,7 @@ OF_A_REQUEST = ("gen_length", "seed", "mask_id", "ignore_eos", "temperature")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *(({name: 1}, f"{name} belongs to a request") for name in OF_A_REQUEST),
+        *(({name: 1}, f"{name} can only be set by requests") for name in OF_A_REQUEST),
         *(({name: "x"}, name) for name in ("threshold_", "threshold", "algorithm", "prompt")),
         ({"cache": "prefix", "cfg_scale": 1.0}, "cache"),
         ({"algorithm": "multi_block", "cache": "prefix"}, "cache"),
@@ -1003,7 +1008,8 @@ def test_resolve_decides_or_refuses_and_nothing_else(
     try:
         decided = resolve(prompt=prompt, **parameters)
     except InvalidParameterError as error:
-        assert error.field in {*parameters, *fields.BY_NAME, "prompt"}
+        name = error.field.partition("[")[0]  # an item of a list is named by its index
+        assert name in {*parameters, *fields.BY_NAME, "prompt"}
         return
     assert decided.gen_length % decided.block_length == 0 or decided.algorithm in ENDS_SHORT
     assert len(prompt) + decided.gen_length <= MODEL.max_model_len
@@ -1031,7 +1037,7 @@ LETTER = "x'\"é\n"
         LETTER * 3,
         LETTER * 100,
         [LETTER] * 100,
-        (1, (2, [3] * 200)),
+        [1, [2, [3] * 200]],
         {str(index): [index, {"a": LETTER}] for index in range(100)},
         [[[[0] * 50] * 50] * 50],
         [],
@@ -1043,6 +1049,11 @@ def test_an_error_shows_the_start_of_what_was_given(value: Any) -> None:
     written = repr(value)
     shown = written if len(written) <= 80 else f"{written[:77]}..."
     assert str(InvalidParameterError("f", value, "wanted less")) == f"f: given {shown}; wanted less"
+
+
+def test_an_error_shows_tuples_as_lists() -> None:
+    error = InvalidParameterError("f", (1, {"a": (2, 3)}), "wanted less")
+    assert str(error) == "f: given [1, {'a': [2, 3]}]; wanted less"
 
 
 def test_an_error_looks_at_no_more_than_it_shows() -> None:

@@ -20,7 +20,7 @@ from vllm.diffusion.editing.differences import (
     unified_diff,
 )
 from vllm.diffusion.request.decision import decide
-from vllm.diffusion.request.families import FAMILIES, FAST_DLLM, LLADA22, Family
+from vllm.diffusion.request.families import FAMILIES, FAST_DLLM, LLADA21, LLADA22, Family
 from vllm.diffusion.request.fields import canonical
 from vllm.diffusion.request.params import DiffusionParams
 
@@ -150,10 +150,58 @@ def test_a_text_whose_tokens_move_is_pinned_only_at_its_ends() -> None:
     assert "wanted none of [40, 41], which delete and insert" in refusal(
         STREAMED, canvas_token_ids=[11, 41]
     )
-    assert "wanted false beside canvas_text" in refusal(
+    assert "wanted false with canvas_text" in refusal(
         STREAMED, canvas_text="one", return_trajectory=True
     )
     assert "levenshtein replaces tokens by" in refusal(STREAMED, canvas_text="one", noise=0.5)
+
+
+def test_slack_gives_a_text_room() -> None:
+    """Only a given length is followed by masks."""
+    params = decided(canvas_text="one two", slack=5)
+    assert params.revision is not None and params.revision.slack == 5
+    assert params.ends_with_text and params.edits is None
+    assert (params.max_tokens, params.gen_length) == (2 + 2 * 5, 32)
+    longer = decided(canvas_text="one two", slack=5, max_tokens=8)
+    assert not longer.ends_with_text and longer.max_tokens == 8
+    room = TOKENISED.max_model_len - 2
+    assert decided(canvas_token_ids=[11] * (room - 3), slack=256).max_tokens == room
+    assert decided(canvas_text="one two", slack=0).max_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        (STREAMED, {}, "slack: given 4; wanted 0: levenshtein inserts and deletes tokens itself"),
+        (
+            replace(TOKENISED, family=LLADA21, block_length=32),
+            {},
+            "slack: given 4; wanted it left out: joint_threshold replaces tokens by "
+            "editing_threshold",
+        ),
+        (TOKENISED, {"suffix_ids": [12]}, "slack: given 4; wanted 0 with suffix_ids"),
+        (
+            TOKENISED,
+            {"return_trajectory": True},
+            "return_trajectory: given True; wanted false with canvas_text",
+        ),
+        (TOKENISED, {"ignore_eos": True}, "ignore_eos: given True; wanted false with slack"),
+        (
+            replace(TOKENISED, ids=replace(TOKENISED.ids, eos=None, pad=None)),
+            {},
+            "slack: given 4; wanted 0: the checkpoint has no end token",
+        ),
+    ],
+)
+def test_slack_is_refused_where_it_has_no_effect(
+    model: Any, fields: dict[str, Any], message: str
+) -> None:
+    assert refusal(model, canvas_text="one", slack=4, **fields) == message
+
+
+def test_slack_needs_a_text() -> None:
+    assert refusal(slack=4).startswith("slack: given 4; wanted canvas_text or")
+    assert refusal(canvas_text="one", slack=257) == "slack: given 257; wanted at most 256"
 
 
 def test_tokens_are_checked() -> None:

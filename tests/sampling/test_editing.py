@@ -71,7 +71,7 @@ def edited(
         edits=editor.of(tokens, at),
     )
     given_logits = torch.zeros(len(rows), NUM_COLUMNS) if logits is None else logits
-    table = sample(GivenLogits(), [(given_logits, [group])]).table[7:]
+    table = sample(GivenLogits(), given_logits, [group]).table[7:]
     ids, values = table[:NUM_COLUMNS].long(), table[NUM_COLUMNS:]
     return torch.zeros(len(rows), NUM_COLUMNS).scatter_(1, ids.T, values.T.float())
 

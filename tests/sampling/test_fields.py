@@ -148,7 +148,7 @@ def test_frequencies_are_those_of_the_distribution(family: Family, name: str) ->
     rule = make_rule(params, len(PROMPT))
     position = 3  # after two tokens 6, one of which begins a bad word
     own = group(params, rule, position, step=2)
-    tokens = sample(GivenLogits(), [(row_of_logits().repeat(NUM_DRAWS, 1), [own])]).tokens
+    tokens = sample(GivenLogits(), row_of_logits().repeat(NUM_DRAWS, 1), [own]).tokens
     counts = np.bincount(tokens.long().numpy(), minlength=NUM_COLUMNS).tolist()
     wanted = distribution(parameters, params, position)
     assert not any(c for c, p in zip(counts, wanted, strict=True) if p == 0)
@@ -190,7 +190,7 @@ def test_scores_are_of_the_distribution_that_the_reference_has(
     parameters = {"top_k": 5, "presence_penalty": 0.5}
     params = decided(family, **HOT, **parameters, **rule, confidence_dtype=dtype)
     own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
-    actual = sample(GivenLogits(), [(row_of_logits().repeat(NUM_DRAWS, 1), [own])])
+    actual = sample(GivenLogits(), row_of_logits().repeat(NUM_DRAWS, 1), [own])
     edits = {"presence_penalty": 0.5}
     cold = dataclasses.replace(params, temperature=1.0)
     wanted = {
@@ -213,7 +213,7 @@ def test_filters_do_nothing_without_temperature(family: Family) -> None:
         params = decided(family, **parameters)
         own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
         logits = row_of_logits().repeat(NUM_DRAWS, 1)
-        tables.append(sample(GivenLogits(), [(logits, [own])]).table)
+        tables.append(sample(GivenLogits(), logits, [own]).table)
     assert torch.equal(*tables)
 
 
@@ -224,5 +224,5 @@ def test_min_p_does_nothing_without_temperature_on_dream() -> None:
         params = decided(DREAM, alg="maskgit_plus", **parameters)
         own = group(params, make_rule(params, len(PROMPT)), 3, step=0)
         logits = row_of_logits().repeat(NUM_DRAWS, 1)
-        scores.append(float(sample(GivenLogits(), [(logits, [own])]).scores[0]))
+        scores.append(float(sample(GivenLogits(), logits, [own]).scores[0]))
     assert scores[0] == scores[1] < scores[2] == 1

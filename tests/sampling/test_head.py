@@ -67,7 +67,7 @@ def groups_of(parameters: list[dict[str, Any]], device: str = "cpu") -> list[Row
 def sampled(model: HeadModel, hidden: Tensor, groups: list[RowGroup], *, in_head: bool) -> Tensor:
     model.head_matrix = model.weight if in_head else None
     model.most_rows = 0
-    return sample(model, [(hidden, groups)]).table
+    return sample(model, hidden, groups).table
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,7 +92,7 @@ def test_the_special_tokens_matter() -> None:
     model, hidden = model_on("cpu"), hidden_rows(400)
     index = list(range(400))
     tokens = {
-        name: sample(model, [(hidden, [group(index, **parameters)])]).tokens.tolist()
+        name: sample(model, hidden, [group(index, **parameters)]).tokens.tolist()
         for name, parameters in (("free", {}), ("masked", PLAIN[1]), ("no eos", PLAIN[2]))
     }
     assert MASK in tokens["free"] and MASK not in tokens["masked"]

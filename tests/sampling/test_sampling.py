@@ -29,6 +29,7 @@ from tests.sampling.support import (
     hidden_rows,
 )
 from vllm.diffusion import ops
+from vllm.diffusion.core.samples import Samples
 from vllm.diffusion.core.scoring import CandidateScoring
 from vllm.diffusion.decoding.dream import SCORINGS
 from vllm.diffusion.ops import exact_scores, named_tokens
@@ -63,7 +64,7 @@ def sampled(
     rows_per_chunk: int = 1000,
 ) -> tuple[Tensor, Tensor]:
     parts = packed_parts(hidden, groups, rows_per_chunk)
-    actual = sample(model, parts).table
+    actual = Samples.joined([sample(model, *part) for part in parts]).table
     assert (actual.shape[0], actual.dtype) == (3, torch.float64)
     return actual[0].long(), actual[1]
 
@@ -276,7 +277,7 @@ def test_rows_whose_logits_are_copied_go_a_few_at_a_time(
 
     def candidates(part: RowGroup) -> Tensor:
         first = dataclasses.replace(part, rows=slice(0, len(part.positions)))
-        return sample(model, [(hidden[part.rows], [first])]).table
+        return sample(model, hidden[part.rows], [first]).table
 
     plain = group(list(range(7)), temperature=0.8)
     groups = [
@@ -391,11 +392,11 @@ def test_later_draws_are_those_of_the_steps_that_follow() -> None:
             group([4, 5, 6, 7], **{**parameters, "seed": 5}),
         ]
         later = [dataclasses.replace(groups[0], num_extra_draws=count), groups[1]]
-        actual = sample(model, [(hidden, later)]).table
+        actual = sample(model, hidden, later).table
         assert len(actual) == 3 * (1 + count)
         for number in range(1 + count):
             moved = [dataclasses.replace(g, step=g.step + number) for g in groups]
-            wanted = sample(model, [(hidden, moved)]).table
+            wanted = sample(model, hidden, moved).table
             own = slice(0, 8) if number == 0 else slice(0, 4)
             assert torch.equal(actual[3 * number : 3 * number + 3, own], wanted[:, own])
 
@@ -675,7 +676,7 @@ def test_two_ranks_shape_as_one(
 
     def work(columns: Tensor, start: int) -> tuple[Tensor, ...]:
         model = GivenLogits(start)
-        return tuple(sample(model, [(columns, [part])]).table)
+        return tuple(sample(model, columns, [part]).table)
 
     wanted = work(logits, 0)
     with monkeypatch.context() as ranks:

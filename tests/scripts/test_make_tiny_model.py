@@ -288,9 +288,10 @@ def test_foreign_files_are_never_replaced(output: Path, capsys):
         (
             ["--family", "gpt"],
             "--family: wanted llada or dream or llada-moe or llada2 or sdar or fast-dllm or "
-            "nemotron or llada22 or idlm or diffusion-gemma or all, got gpt",
+            "nemotron or llada21 or llada22 or idlm or diffusion-gemma or all, got gpt",
         ),
         (["--family", "all"], "--output: wanted one family with it, got --family all"),
+        (["--wrong-share", "1"], "--wrong-share: wanted a number from 0 to below 1, got 1.0"),
         (["--seed", "-1"], "--seed: wanted 0 to 9223372036854775807, got -1"),
         (["--check"], "is missing, incomplete or changed"),
         ([], "package no-such-package-here is not installed"),

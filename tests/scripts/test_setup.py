@@ -187,7 +187,7 @@ class TestTorch:
         output = self.install(home, index, f"{index}/cpu")
         assert self.installed(venv) == f"{self.VERSION}+cpu"
         assert "CUDA build" not in output
-        assert "left out: the native packages: nvcc not found" in output
+        assert "not compiled: the native packages, because nvcc was not found" in output
 
     def test_of_the_users_own_folder(self, home: Path, venv: Path, index: str) -> None:
         self.add_wheel(home / "wheels", f"{self.VERSION}+cpu")

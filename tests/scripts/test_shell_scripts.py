@@ -115,6 +115,17 @@ class TestServer:
             *(f"PYTHONPATH={home}:/mine", "LONG=0"),
         ]
 
+    def test_help_on_arguments_needs_no_model(self, home: Path) -> None:
+        add_recorder(home)
+        done, words = self.serve(home, "--help=Diffusion")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert words[:4] == [
+            "-m",
+            "vllm.entrypoints.api_server",
+            "--help=Diffusion",
+            f"PYTHONPATH={home}",
+        ]
+
     def test_precedence_of_the_model_directory(self, home: Path) -> None:
         add_recorder(home)
         for name in ("direct", "family", "root/llada-8b-instruct"):

@@ -11,13 +11,14 @@ import torch
 from reference.models import reference_of
 from tiny_model.checkpoint import read_config
 from tiny_model.family import TokenIds, load_family
+from tiny_model.moves import moved
 from tiny_model.settings import DecodingSetting, Phase, Plan, TrainingSettings
 from tiny_model.tokenizer import load_tokenizer
 from tiny_model.training import BatchMaker, Example
 
 FAMILIES = (
-    *("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada22", "idlm"),
-    "diffusion-gemma",
+    *("dream", "llada-moe", "llada2", "sdar", "fast-dllm", "nemotron", "llada21"),
+    *("llada22", "idlm", "diffusion-gemma"),
 )
 # All of the recipe but the training: two small iterations, one forward pass per verification.
 QUICK = Plan(
@@ -259,6 +260,49 @@ def test_rows_of_a_block_share_their_experts() -> None:
     for row, logits in zip(ids, actual, strict=True):
         wanted = reference.logits(row[None], network.block_length)[0]
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "wanted"),
+    [
+        ([1, 1, 1, 1], [1, 2, 3, 4], [1, 2, 3, 4]),
+        ([0, 1, 0, 1], [2, 4], ["split", "split"]),
+        ([1, 0, 0, 1], [1, 4], [1, "split"]),
+        ([2, 1, 1, 2], [11, 1, 2, 3, 14, 4], ["delete", 1, 2, 3, "delete", 4]),
+    ],
+)
+def test_missing_and_added_tokens_are_predicted(
+    counts: list[int], ids: list[int], wanted: list[int | str]
+) -> None:
+    """A token after missing ones predicts an insertion, and an added token its deletion."""
+    source, others = torch.tensor([1, 2, 3, 4]), torch.tensor([11, 12, 13, 14])
+    result = moved(source, others, torch.tensor(counts), TOKENS)
+    named = {"split": TOKENS.split, "delete": TOKENS.delete}
+    assert result.ids.tolist() == ids
+    assert result.wanted.tolist() == [named.get(str(token), token) for token in wanted]
+    assert result.is_own.tolist() == [isinstance(token, int) for token in wanted]
+
+
+def test_texts_in_a_batch_lead_back_to_the_answer() -> None:
+    """What rows read and predict follows the order of the clean answer."""
+    examples = [Example([1, 2, 3], list(range(4, 30)))]
+    settings = TrainingSettings(text_share=1.0, moved_share=0.5, wrong_share=0.2)
+    batch = BatchMaker(examples, TOKENS, settings, 0, block_length=8).draw(32)
+    kinds = set[str]()
+    for noised, clean, wanted in zip(batch.noised, batch.clean, batch.wanted, strict=True):
+        for start in range(3, 35, 8):
+            block = slice(start - start % 8 if start > 3 else start, start - start % 8 + 8)
+            rest = iter(clean[block.start :].tolist())
+            for read, token in zip(noised[block].tolist(), wanted[block].tolist(), strict=True):
+                if token == TOKENS.delete:
+                    kinds.add("added")
+                elif token == TOKENS.split:
+                    kinds.add("missing")
+                    assert read in rest
+                else:
+                    kinds.add("own" if read == token else "wrong")
+                    assert token in rest
+    assert kinds == {"added", "missing", "own", "wrong"}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Headless Chromium driven over its debugging pipe, without a driver program or package."""
 
-import base64
 import json
 import os
 import shutil
@@ -132,9 +131,6 @@ class Browser:
             and not node["ignored"]
             and not node.get("name", {}).get("value", "").strip()
         ]
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
     def close(self) -> None:
         self._process.kill()

@@ -26,6 +26,7 @@ from tests.server.client import (
     ROUTES,
     Client,
     body_for,
+    refusal,
     text_of,
 )
 from tests.server.process import MODEL_NAME, SERVER, ServerProcess, healthy
@@ -202,16 +203,19 @@ def test_refusals(adapted: Client, root: Path, model_dir: Path) -> None:
         ({"lora_path": str(wide)}, 400, "r: given 32; wanted at most max_lora_rank 16"),
         ({"lora_path": "/tmp"}, 400, "wanted a folder below adapter_root"),
         ({"lora_name": "a"}, 400, "lora_name: given 'a'; wanted another name, or load_inplace"),
-        ({"lora_name": MODEL_NAME}, 400, "it is that of the served model"),
+        ({"lora_name": MODEL_NAME}, 400, "the served model has it"),
         ({"is_3d_lora_weight": True}, 400, "experts take no adapters"),
         ({"inplace": True}, 400, "inplace"),
         ({"lora_name": ""}, 400, "lora_name: given ''"),
+        ({"lora_name": "c\nd"}, 400, r"lora_name: given 'c\nd'; wanted a name without control"),
+        ({"lora_name": "c\x1b"}, 400, r"lora_name: given 'c\x1b'; wanted a name without control"),
     ]
     for more, status, line in cases:
         body = {"lora_name": "c", "lora_path": str(root / "1"), **more}
         response = adapted.http.post(LOAD, json=body)
-        assert response.status_code == status, response.text
-        assert line in response.json()["error"]["message"]
+        error = refusal(response, status)
+        assert line in error["message"]
+        assert error["param"] == next(iter(more))
     assert [c["id"] for c in adapted.http.get("/v1/models").json()["data"]] == [MODEL_NAME, "a"]
 
 
@@ -386,3 +390,14 @@ def test_a_replica_that_refuses(model_dir: Path, root: Path, tmp_path: Path) -> 
         thread.join()
         assert load(client, "b", root / "1").status_code == 200
         assert client.generate(prompt=PROMPT, model="b", **PARAMETERS)["model"] == "b"
+
+
+def test_the_route_of_sagemaker_refuses_in_the_same_form(adapted: Client) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "name, src: given nothing; wanted a value"),
+        ({"name": 5}, "name: given 5; wanted a valid string"),
+    ]
+    for body, message in cases:
+        error = refusal(adapted.http.post("/adapters", json=body))
+        assert error["message"].startswith(message)
+        assert error["param"] == message.partition(":")[0]

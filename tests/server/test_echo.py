@@ -86,7 +86,7 @@ def test_one_token_has_nothing_before_it(client: Client) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": [5] * 2049}, "prompt: given 2049; wanted at most 2048 tokens beside echo and"),
+        ({"prompt": [5] * 2049}, "prompt: given 2049; wanted at most 2048 tokens with echo and"),
         ({"logprobs": 21}, "logprobs: given 21; wanted 0 to 20"),
         ({"max_tokens": 0, "timeout_s": -1}, "timeout_s: given -1; wanted at least"),
         ({"max_tokens": 0, "logprobs": None}, "max_tokens: given 0; wanted at least 1"),

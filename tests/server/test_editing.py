@@ -53,7 +53,7 @@ def test_a_template_needs_tokens_of_the_tokenizer(client: Client) -> None:
         plain = {"prompt": "The capital of France is", "max_tokens": 4, "fim_template": True}
         assert client.answer(route, plain)["choices"]
     error = refusal(client.http.post(CHAT, json=body_for(CHAT, fim_template=True)))
-    assert error["message"] == "fim_template: given True; wanted it on a route with suffix"
+    assert error["message"] == "fim_template: given True; wanted false, or a route with suffix"
 
 
 def test_defaults_are_those_of_the_route(client: Client) -> None:
@@ -182,7 +182,7 @@ def test_log_probabilities_of_kept_tokens_are_zero(client: Client) -> None:
         ({"pinned": [[0, 99]]}, "pinned[0]", "pinned[0]: given [0, 99]; wanted start < stop <= 30"),
         ({"pinned": 3}, "pinned", "pinned: given 3; wanted a list of [start, stop] pairs"),
         ({"canvas_text": ""}, "canvas_text", "canvas_text: given ''; wanted a string, not empty"),
-        ({"canvas": "daedal"}, "algorithm", "beside canvas_text, as it moves tokens"),
+        ({"canvas": "daedal"}, "algorithm", "with canvas_text, because daedal moves tokens"),
         (
             {"max_tokens": 3},
             "canvas_text",
@@ -193,7 +193,7 @@ def test_log_probabilities_of_kept_tokens_are_zero(client: Client) -> None:
             "canvas_text",
             "wanted either it or canvas_token_ids",
         ),
-        ({"allow_infill": True}, "allow_infill", "wanted false beside canvas_text"),
+        ({"allow_infill": True}, "allow_infill", "wanted false with canvas_text"),
     ],
 )
 def test_wrong_revisions_are_refused(
@@ -206,7 +206,7 @@ def test_wrong_revisions_are_refused(
 
 def test_fields_of_a_revision_need_a_text(client: Client) -> None:
     error = refusal(client.http.post(CHAT, json=body_for(CHAT, noise=0.5)))
-    wanted = "noise: given 0.5; wanted it beside canvas_text or canvas_token_ids"
+    wanted = "noise: given 0.5; wanted canvas_text or canvas_token_ids with it"
     assert error["message"] == wanted
 
 

@@ -358,7 +358,7 @@ def test_the_loss_of_an_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) 
         assert site.engine.stopped == []
         site.engine.shutdown(timeout=60)  # upstream's call after its server has ended
         assert lifecycle.take_status() == 1
-        message = f"EngineCore_DP0 (process {first.pid}) is gone: the server ends with status 1"
+        message = f"EngineCore_DP0 (process {first.pid}) has ended: the server exits with status 1"
         assert lines == [message]
 
     asyncio.run(run())

@@ -112,7 +112,7 @@ def test_the_log_of_a_start_fits_on_a_screen(server: ServerProcess) -> None:
         assert text.count(line) == 1, text
     for line in ("activation pool: ", "attention: ", "CUDA graphs: "):
         assert text.count(f"] {line}") == 1, text
-    (command,) = re.findall(r"\] or: (curl .*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"\] or run: (curl .*)$", text, re.MULTILINE)
     output = output_of("bash", "-c", f"NO_PROXY=127.0.0.1 {command}")
     assert json.loads(output)["text"] == [ANSWER]
     assert "(llada): prompt and canvas up to 4096 tokens" in text
@@ -131,7 +131,7 @@ def test_sigterm_lets_requests_finish(servers: dict[str, ServerProcess]) -> None
     body: dict[str, Any] = {"prompt": PUZZLE, "gen_length": 64, "steps": 64, "ignore_eos": True}
     for line in ("without effect", "lead to nan", "generation flags are not valid"):
         assert line not in server.log()
-    assert "tokens (its config.json says 4096)" in server.log()
+    assert "tokens (config.json has 4096)" in server.log()
     with server.client() as http, ThreadPoolExecutor(2) as pool:
         client = Client(http)
         assert client.http.get("/v1/models").json()["data"][0]["id"] == "two words"
@@ -277,7 +277,7 @@ def test_vllm_serve_ends_well(servers: dict[str, ServerProcess]) -> None:
         kind = json.loads(streams[-1].result().strip().rpartition("data: ")[2])["error"]["type"]
         assert kind == "overloaded_error"
     assert server.wait() == 0, server.log()
-    assert f"{len(routes)} requests are cut off" in server.log()
+    assert f"{len(routes)} requests are aborted" in server.log()
     for word in ("Traceback", "ERROR"):
         assert word not in server.log()
     assert server.group_is_empty()
@@ -402,7 +402,7 @@ def failed_starts(
         ("no model", "model /no/such/model: no such folder"),
         ("unknown setting", ".*stepz: given 8; unknown parameter"),
         ("no key", "--ssl-keyfile /no/key.pem, --ssl-certfile /no/certificate.pem: "),
-        ("no certificate", "--ssl-certfile: wanted beside --ssl-keyfile, given none$"),
+        ("no certificate", "--ssl-certfile: given none; wanted a file with --ssl-keyfile$"),
     ],
 )
 def test_a_start_that_fails_ends_with_one_line(
@@ -430,6 +430,24 @@ def test_an_engine_that_ends_while_it_starts_takes_the_server_along(
         time.sleep(0.3)
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()  # fails if the server does not end; its status does not matter
+    finally:
+        server.kill()
+
+
+def test_an_interrupt_during_imports_ends_both_processes_without_a_traceback(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """A terminal sends the signal to the server and to the engine's process."""
+    command = ["env", "-u", "VLLM_WORKER_MULTIPROC_METHOD", *SERVER, "--model", str(model_dir)]
+    server = ServerProcess(command, tmp_path / "server.log")
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    try:
+        wait_for(lambda: len(children.read_text().split()) > 1)  # the engine and a tracker
+        time.sleep(0.3)
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait() == -signal.SIGINT
+        assert server.group_is_empty()
+        assert "Traceback" not in server.log()
     finally:
         server.kill()
 

@@ -55,6 +55,17 @@ def main():
             results["cut"].append("answered")
         except ValueError as error:
             results["cut"].append(str(error))
+    results["types"] = []
+    for prompt, extra in (
+        ({"prompt_token_ids": [1, "a"]}, None),
+        ({"prompt_token_ids": [[1]]}, None),
+        (QUESTION, ["steps"]),
+        (QUESTION, {5: 5}),
+    ):
+        try:
+            llm.generate(prompt, SamplingParams(max_tokens=32, extra_args=extra))
+        except ValueError as error:
+            results["types"].append(str(error))
     results["templates"] = []
     for options in (
         {"chat_template": "{% for }"},
@@ -123,6 +134,16 @@ def test_a_request_that_cannot_be_sent_leaves_nothing(results: dict[str, Any]) -
     assert extra.startswith("extra_args.algorithm: given '")
     assert empty.startswith("ignore_eos: given nothing; ")
     assert results["held"] is False
+
+
+def test_values_of_other_types_are_refused(results: dict[str, Any]) -> None:
+    wanted = "wanted a dictionary of names and values"
+    assert results["types"] == [
+        "prompt: given [1, 'a']; wanted token ids",
+        "prompt: given [[1]]; wanted token ids",
+        f"extra_args: given ['steps']; {wanted}",
+        f"extra_args: given {{5: 5}}; {wanted}",
+    ]
 
 
 def test_a_template_that_fails_is_named_in_one_line(results: dict[str, Any]) -> None:

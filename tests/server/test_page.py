@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -129,10 +130,10 @@ def test_the_controls_are_the_tables(family: Family, names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("family", "limits"),
     [
-        (LLADA, ("pinned", "noise", "edit_threshold", "max_edits")),
+        (LLADA, ("pinned", "noise", "edit_threshold", "max_edits", "slack")),
         (LLADA21, ("pinned",)),
         (LLADA22, ("pinned",)),
-        (SDAR, ("pinned", "noise", "edit_threshold", "max_edits")),
+        (SDAR, ("pinned", "noise", "edit_threshold", "max_edits", "slack")),
         (NEMOTRON, None),
     ],
 )
@@ -219,6 +220,12 @@ def test_who_runs_and_how_far(client: Client) -> None:
             )
             waiting.close()
     client.wait_for_num_requests(0)
+
+
+def test_the_status_is_asked_for_at_the_same_time(client: Client) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: client.http.get("/status.json"), range(64)))
+    assert {answer.status_code for answer in answers} == {200}
 
 
 # ---- in a browser ------------------------------------------------------------------------------

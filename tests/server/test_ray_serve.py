@@ -14,7 +14,7 @@ from tests.programs import ROOT, wait_for
 from tests.server.client import ANSWER, GENERATE, PUZZLE, Client
 from tests.server.process import PATIENCE_S, free_port, named
 
-ray = pytest.importorskip("ray", reason="wants ray[serve]")
+ray = pytest.importorskip("ray", reason="needs ray[serve]")
 REPLICA = "ServeReplica"
 
 

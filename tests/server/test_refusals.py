@@ -48,6 +48,9 @@ DIFFUSION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**CANVAS, "block_size": 0}, "block_size", "at least 1"),
     ({"cfg_scale": -0.5}, "cfg_scale", "at least 0"),
     ({"cfg_scale": "high"}, "cfg_scale", "number"),
+    ({"cfg_scale": 1e38}, "cfg_scale", "at most 1000000"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty", "at least 1e-06"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty", "at most 1000000"),
     ({"temperature": -1}, "temperature", "at least 0"),
     ({"temperature": "hot"}, "temperature", "number"),
     ({"remasking": "topk"}, "remasking", "low_confidence, random"),
@@ -323,6 +326,27 @@ def test_bodies_that_are_no_json_object(client: Client, route: str, content: byt
     assert "body" in error["param"]
 
 
+@pytest.mark.parametrize("route", [*ROUTES, "/invocations"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a",', "given 'no JSON'; wanted JSON: Expecting property name"),
+        (
+            b'{"prompt": "a" 5',
+            "given 'no JSON'; wanted JSON: Expecting ',' delimiter after 15 char",
+        ),
+        (b'{"prompt": "\xc3"}', "given 'byte 0xc3 at 12'; wanted UTF-8"),
+        (b"[" * 5000, "given 'JSON that is nested too deeply'; wanted less depth"),
+    ],
+)
+def test_what_is_wrong_with_a_body(
+    client: Client, route: str, content: bytes, message: str
+) -> None:
+    error = refusal(client.http.post(route, content=content, headers=JSON))
+    assert error["message"].startswith(f"body: {message}")
+    assert (error["param"], error["type"]) == ("body", "BadRequestError")
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_number_too_long_to_read(client: Client, route: str) -> None:
     """Python refuses to parse an integer with 5000 digits."""
@@ -339,12 +363,13 @@ def test_content_type(client: Client, route: str, content_type: str | None) -> N
     assert "application/json" in error["message"]
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [*ROUTES, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES])
 def test_a_model_that_is_not_served(client: Client, route: str) -> None:
-    body = {**body_for(route), "model": "llada-500b"}
-    error = refusal(client.http.post(route, json=body), status=404)
-    assert "llada-500b" in error["message"]
-    assert "llada-tiny" in error["message"]
+    fields = body_for(MESSAGES if route.startswith(MESSAGES) else route)
+    body = {**fields, "input": "hi"} if route == RESPONSES else fields
+    error = refusal(client.http.post(route, json={**body, "model": "llada\n500b"}), status=404)
+    assert error["message"] == f"model: given 'llada\\n500b'; wanted one of: {MODEL_NAME}"
+    assert error["param"] == "model"
 
 
 def test_models_are_listed_and_found(client: Client) -> None:
@@ -361,7 +386,7 @@ def test_models_are_listed_and_found(client: Client) -> None:
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_methods(client: Client, method: str) -> None:
     error = refusal(client.http.request(method, GENERATE), 405)
-    assert error["message"] == f"method: given '{method}'; /generate wants POST"
+    assert error["message"] == f"method: given '{method}'; /generate accepts POST"
 
 
 def test_paths(client: Client) -> None:
@@ -399,6 +424,7 @@ def test_messages_that_are_none(client: Client, route: str) -> None:
         assert wanted in error["message"]
 
 
+EDIT = [{"role": "user", "content": "<|code_to_edit|>\na<|cursor|>\n<|/code_to_edit|>"}]
 TYPE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"n": "two"}, "n: given 'two'; wanted a valid integer"),
     (CHAT, {"stop": 5}, "stop: given 5; wanted a valid string or a valid list"),
@@ -422,6 +448,17 @@ TYPE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/systemone", {}, "state, questions: given nothing; wanted a value"),
     ("/v1/loglikelihood", {}, "continuation: given nothing; wanted a value"),
     ("/tokenize", {}, "prompt, messages: given nothing; wanted a value"),
+    (CHAT, {"chat_template_kwargs": 5}, "chat_template_kwargs: given 5; wanted an object"),
+    (CHAT, {"stream_options": []}, "stream_options: given []; wanted an object"),
+    (CHAT, {"tools": [5]}, "tools[0]: given 5; wanted an object"),
+    (MESSAGES, {**body_for(MESSAGES), "max_tokens": 0}, "max_tokens: given 0; wanted positive"),
+    (CHAT, {"priority": 1e308}, "priority: given 1e+308; wanted a number of 64 bits"),
+    (
+        "/v1/edit/completions",
+        {"messages": EDIT, "algorithm": [[]]},
+        "algorithm: given [[]]; wanted one",
+    ),
+    (GENERATE, {"pinned": [[0, 3]]}, "pinned: given [[0, 3]]; wanted canvas_text or"),
 ]
 
 

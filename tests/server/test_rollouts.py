@@ -237,7 +237,8 @@ def test_an_update_is_told_checked_and_undone(
     (updates / "cut").mkdir()
     (updates / "cut" / "model.safetensors").write_bytes(b"\x08")
     last = {"Connection": "close"}  # the server closes the connection after this error as well
-    refused = (("../other", "weight_update_root"), ("missing", "safetensors"), ("cut", "header"))
+    refused = [("../other", "weight_update_root"), ("missing", "safetensors"), ("cut", "header")]
+    refused += [(name, "wanted a file of safetensors, or a folder") for name in ("\0", "x" * 5000)]
     for path, message in refused:  # no weight has changed, so that steps go on
         post(trained, "/start_weight_update")
         body = {"update_info": {"path": path}}
@@ -254,6 +255,18 @@ def test_an_update_is_told_checked_and_undone(
     update(trained, "own", "default")
     assert trained.http.get("/ready").json() == {"status": "ready"}
     assert trained.ask(**SHORT)["token_ids"] == answer["token_ids"]
+
+
+@pytest.mark.parametrize("route", ["/abort_requests", "/collective_rpc", "/update_weights"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b'{"a":', "wanted JSON: Expecting value after 5 "), (b"[" * 5000, "nested too deeply")],
+)
+def test_bodies_that_are_no_json(trained: Client, route: str, content: bytes, message: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    error = refusal(trained.http.post(route, content=content, headers=headers))
+    assert error["message"].startswith("body: given ") and message in error["message"]
+    assert (error["param"], error["type"]) == ("body", "BadRequestError")
 
 
 @pytest.mark.parametrize("method", ["__class__", "_hold", "get_model"])

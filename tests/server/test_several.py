@@ -71,5 +71,7 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
                 assert "an engine of the server is gone" in refusal(answer, 503)["message"]
         assert server.wait() == 1
         assert still_alive(started) == []
-    assert len(re.findall(r"EngineCore\S* \(process \d+\) is gone: the server", server.log())) == 1
+    assert (
+        len(re.findall(r"EngineCore\S* \(process \d+\) has ended: the server", server.log())) == 1
+    )
     assert "Traceback" not in server.log()

@@ -11,9 +11,10 @@ import pytest
 
 from tests.checkpoints import make_case, random_prompt
 from tests.programs import ROOT, output_of
-from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for
+from tests.server.client import CHAT, COMPLETIONS, GENERATE, ROUTES, Client, body_for, refusal
 from tests.server.process import MODEL_NAME, SERVER, ServerProcess, environment, healthy
 
+EDIT, FIM = "/v1/edit/completions", "/v1/fim/completions"
 DOCUMENT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
 COMMANDS = {
     family: next(
@@ -110,6 +111,24 @@ def test_what_is_refused_all_the_same(served: tuple[str, ServerProcess]) -> None
                 response = http.post(route, json=body_for(route, **CANVAS, **fields))
                 assert response.status_code == 400, fields
                 assert response.json()["error"]["param"] == name
+
+
+def test_what_a_family_cannot_do_with_texts(served: tuple[str, ServerProcess]) -> None:
+    family, server = served
+    edit = "<|code_to_edit|>\na<|cursor|>\n<|/code_to_edit|>"
+    bodies: list[tuple[str, dict[str, Any], str]] = []
+    if family not in FULL:
+        wanted = f"wanted none, or fim_template: true: a model of family {family} does not see"
+        suffix = {"prompt": "a", "suffix": "b", "max_tokens": 4}
+        bodies += [(route, suffix, f"suffix: given 'b'; {wanted}") for route in (COMPLETIONS, FIM)]
+    if family == "fast-dllm":
+        message = f"model: given '{family}'; /v1/edit/completions revises texts; wanted llada, "
+        bodies += [(EDIT, {"messages": [{"role": "user", "content": edit}]}, message)]
+    with server.client() as http:
+        for route, body, message in bodies:
+            error = refusal(http.post(route, json=body))
+            assert error["message"].startswith(message)
+            assert error["param"] == message.partition(":")[0]
 
 
 def test_cached_tokens_are_told_on_the_openai_routes(served: tuple[str, ServerProcess]) -> None:

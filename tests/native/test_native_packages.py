@@ -17,7 +17,7 @@ import pytest
 from tests.programs import ROOT, add_program, run, run_python
 from vllm.diffusion.ops.build_stamp import stamp_of
 
-ROOMS = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
+NATIVE_PACKAGES = ["flash_sample", "vllm_add_llada", "vmm_allocator", "gather_gemm"]
 ON_PATH = ["flash_sample", "vmm_allocator", "vllm_add_llada/cuda_kernels"]  # folders on the path
 EXTENSIONS = {
     "flash_sample": "flash_sample._flash_sample",
@@ -33,11 +33,11 @@ assert "vllm" not in sys.modules
 """
 
 
-def sources(room):
-    return [path for path in (ROOT / room).rglob("*.py") if path.name != "setup.py"]
+def sources(package):
+    return [path for path in (ROOT / package).rglob("*.py") if path.name != "setup.py"]
 
 
-def test_rooms_import_with_their_folders_first_on_the_path():
+def test_packages_import_with_their_folders_first_on_the_path():
     paths = [*(str(ROOT / folder) for folder in ON_PATH), str(ROOT)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     program = IMPORTS + "import fused_ops"
@@ -61,8 +61,9 @@ def test_the_documented_import_check(is_fresh, tmp_path):
     folder = ROOT
     if is_fresh:
         folder = tmp_path
-        for room in ROOMS:
-            shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("*.so"))
+        for package in NATIVE_PACKAGES:
+            ignore = shutil.ignore_patterns("*.so")
+            shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
     result = run("bash", "-c", documented_import_check(), cwd=folder)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -77,11 +78,13 @@ def test_the_documented_import_check(is_fresh, tmp_path):
         assert line.endswith(f"compiled: {is_there}")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_nothing_of_ours_but_itself(room):
-    allowed = {*sys.stdlib_module_names, "torch"} | ({"triton"} if room == "gather_gemm" else set())
-    assert sources(room)
-    for path in sources(room):
+@pytest.mark.parametrize("package", NATIVE_PACKAGES)
+def test_a_package_imports_nothing_of_ours_but_itself(package):
+    allowed = {*sys.stdlib_module_names, "torch"}
+    if package == "gather_gemm":
+        allowed.add("triton")
+    assert sources(package)
+    for path in sources(package):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -93,32 +96,32 @@ def test_a_room_imports_nothing_of_ours_but_itself(room):
             assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_name_in_a_room_shadows_a_module(room):
-    installed = set(importlib.metadata.packages_distributions()) - set(ROOMS)
+@pytest.mark.parametrize("package", NATIVE_PACKAGES)
+def test_no_name_in_a_package_shadows_a_module(package):
+    installed = set(importlib.metadata.packages_distributions()) - set(NATIVE_PACKAGES)
     taken = installed | set(sys.stdlib_module_names)
-    for path in (ROOT / room).rglob("*"):
+    for path in (ROOT / package).rglob("*"):
         if "__pycache__" in path.parts or path.parent.name == "__pycache__":
             continue
         importable = path.is_dir() or path.suffix in (".py", ".so")
-        if importable and path != ROOT / room:
+        if importable and path != ROOT / package:
             assert path.name.split(".")[0] not in taken, f"{path.relative_to(ROOT)} shadows it"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_are_typed(room):
-    assert (ROOT / room / "py.typed").exists()
+@pytest.mark.parametrize("package", NATIVE_PACKAGES)
+def test_packages_are_typed(package):
+    assert (ROOT / package / "py.typed").exists()
 
 
-@pytest.mark.parametrize("room", ["flash_sample", "vllm_add_llada"])
-def test_launches_name_what_the_module_takes(room):
+@pytest.mark.parametrize("package", ["flash_sample", "vllm_add_llada"])
+def test_launches_name_what_the_module_takes(package):
     """The first line of a compiled function's documentation has its keywords."""
     try:
-        module = importlib.import_module(EXTENSIONS[room])
+        module = importlib.import_module(EXTENSIONS[package])
     except ModuleNotFoundError:
-        pytest.skip(f"{room} is not built")
+        pytest.skip(f"{package} is not built")
     launched = {}
-    for path in sources(room):
+    for path in sources(package):
         for call in ast.walk(ast.parse(path.read_text())):
             named = [call.func, *call.args] if isinstance(call, ast.Call) else []
             for function in named:
@@ -163,9 +166,9 @@ def test_missing_compiler_is_one_line(folder, tmp_path):
     assert result.stderr.count("nvcc") == 1 and "Traceback" not in result.stderr
 
 
-def test_rooms_can_be_left_out(tmp_path):
+def test_packages_can_be_left_out(tmp_path):
     pytest.importorskip("setuptools")
-    switches = {f"BUILD_{room.upper()}": "0" for room in EXTENSIONS}
+    switches = {f"BUILD_{package.upper()}": "0" for package in EXTENSIONS}
     assert run_setup(".", CUDA_HOME=str(tmp_path), **switches).returncode == 0
     one_left = run_setup(".", CUDA_HOME=str(tmp_path), **(switches | {"BUILD_VMM_ALLOCATOR": "1"}))
     assert one_left.returncode != 0
@@ -207,11 +210,11 @@ def checkout(tmp_path):
     if not (Path(sys.executable).with_name("ninja").exists() or shutil.which("ninja")):
         pytest.skip("ninja is not installed")
     root = tmp_path / "a checkout"
-    room = root / "vmm_allocator"
-    room.mkdir(parents=True)
-    (room / "arena.h").write_text("// 1\n")
-    (room / "arena.cpp").write_text('#include "arena.h"\n')
-    (room / "driver.cpp").write_text("// a source without a header\n")
+    package = root / "vmm_allocator"
+    package.mkdir(parents=True)
+    (package / "arena.h").write_text("// 1\n")
+    (package / "arena.cpp").write_text('#include "arena.h"\n')
+    (package / "driver.cpp").write_text("// a source without a header\n")
     (root / "vllm/diffusion/ops").mkdir(parents=True)
     for name in ("setup.py", "vmm_allocator/setup.py", STAMP):
         shutil.copy(ROOT / name, root / name)
