@@ -23,7 +23,7 @@ from vllm.diffusion.models.base import DiffusionModel
 # Rank of the adapter in each slot, and the end of the module that it leaves as it is.
 ADAPTERS = {0: (16, "nothing"), 1: (8, "q_proj")}
 CPU = pytest.param(("float32", 512, 512, 1e-5), id="cpu")
-GPU = pytest.param(("bfloat16", 1024, 6144, 0.02), id="gpu", marks=pytest.mark.gpu)
+GPU = pytest.param(("bfloat16", 1024, 6144, 0.05), id="gpu", marks=pytest.mark.gpu)
 
 Models = tuple[dict[int | None, DiffusionModel], float]
 
