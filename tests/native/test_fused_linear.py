@@ -19,6 +19,7 @@ SKINNY = [
     (Tiling(64, split=2), 4096, 384, 192),
     (Tiling(96, split=2), 6144, 128, 128),
     (Tiling(32, split=2), 2048, 256, 64),
+    (Tiling(32, split=4), 1024, 512, 64),
 ]
 SKINNY_ROWS = [1, 7, 16, 33, 64, 65, 100, 128, 150, 192]
 SKINNY_CASES = [(rows, *case) for *case, most in SKINNY for rows in SKINNY_ROWS if rows <= most]
@@ -28,6 +29,7 @@ GATED = [(250, 24576), (384, 24576), (505, 24576), (1000, 24576), (512, 37888)]
 GATED_CASES = [
     *((Tiling(192), rows, 24576) for rows in SKINNY_ROWS if rows <= 128),
     *((Tiling(96), rows, 12288) for rows in SKINNY_ROWS if rows <= 64),
+    *((Tiling(48), rows, 6144) for rows in SKINNY_ROWS if rows <= 64),
     *((Tiling(192, rows=rows), *case) for rows in (128, 256) for case in GATED),
 ]
 

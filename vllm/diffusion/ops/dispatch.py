@@ -33,9 +33,14 @@ _SKINNY = (
     _Skinny(Tiling(64, split=2), min_rows=144, max_rows=192),
     _Skinny(Tiling(96, split=2), max_rows=128),
     _Skinny(Tiling(32, split=2), max_rows=64),
+    _Skinny(Tiling(32, split=4), max_rows=64),
     _Skinny(Tiling(192), max_rows=128),
 )
-_SKINNY_GATED = (_Skinny(Tiling(192), max_rows=128), _Skinny(Tiling(96), max_rows=64))
+_SKINNY_GATED = (
+    _Skinny(Tiling(192), max_rows=128),
+    _Skinny(Tiling(96), max_rows=64),
+    _Skinny(Tiling(48), max_rows=64),
+)
 _SKINNY_FP8 = (
     _Skinny(Tiling(96), max_rows=64),
     _Skinny(Tiling(96), min_rows=129, max_rows=256),

@@ -107,6 +107,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
 // clang-format off
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
+#define NAMES_12 NAMES_8 ", %8, %9, %10, %11"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -124,6 +125,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
                           ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_12(i) SUMS_8(i), SUMS_4(i + 8)
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
 #define SUMS_24(i) SUMS_16(i), SUMS_8(i + 16)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
@@ -146,6 +148,7 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address) {
   DEFINE_MULTIPLY_OF(multiply_fp8, "k32.f32.e4m3.e4m3", "", __VA_ARGS__)
 DEFINE_MULTIPLY(4, "8", "%4", "%5", "%6")
 DEFINE_MULTIPLY(8, "16", "%8", "%9", "%10")
+DEFINE_MULTIPLY(12, "24", "%12", "%13", "%14")
 DEFINE_MULTIPLY(16, "32", "%16", "%17", "%18")
 DEFINE_MULTIPLY(24, "48", "%24", "%25", "%26")
 DEFINE_MULTIPLY(32, "64", "%32", "%33", "%34")

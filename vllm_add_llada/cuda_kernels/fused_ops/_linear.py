@@ -26,12 +26,12 @@ class Tiling:
 
     These kernels exist in bf16:
 
-    - 96 columns, or 32 split in two, for at most 64 rows
+    - 96 columns, or 32 split in two or four, for at most 64 rows
     - 96 columns split in two, for at most 128 rows
     - 64 columns split in two, for at most 192 rows
     - 192 columns for at most 128 rows, for STORE
-    - for SILU_MUL: 96 columns for at most 64 rows, 192 for at most 128 rows, or tiles of 128 or 256
-      rows
+    - for SILU_MUL: 48 or 96 columns for at most 64 rows, 192 for at most 128 rows, or tiles of 128
+      or 256 rows
 
     In fp8:
 

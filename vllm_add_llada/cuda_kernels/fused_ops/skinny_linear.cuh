@@ -425,11 +425,11 @@ cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
   const int columns_and_split = params.tiling.columns * 10 + params.tiling.split;
   if (params.num_rows < 1) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
-    return dispatch_value<961, 1921>(columns_and_split, [&](auto tiling) {
+    return dispatch_value<481, 961, 1921>(columns_and_split, [&](auto tiling) {
       return launch_groups<kIsFp8, tiling / 10, 1, Epilogue::kSiluMul>(params, stream);
     });
   }
-  return dispatch_value<322, 642, 961, 962, 1921>(columns_and_split, [&](auto tiling) {
+  return dispatch_value<322, 324, 642, 961, 962, 1921>(columns_and_split, [&](auto tiling) {
     constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
     return params.epilogue == Epilogue::kResidual
                ? launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kResidual>(params, stream)
