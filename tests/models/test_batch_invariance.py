@@ -69,9 +69,10 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("shape", [shape for shapes in SHAPES.values() for shape in shapes])
-def test_rows_only_choose_among_gated_kernels_that_do_not_split(shape: Any) -> None:
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_rows_only_choose_among_gated_kernels_that_do_not_split(shape: Any, is_fp8: bool) -> None:
     for rows in range(1, 400):
-        gated = dispatch.unsplit_gated_tiling(rows, *shape, card=H200)
+        gated = dispatch.unsplit_gated_tiling(rows, *shape, card=H200, is_fp8=is_fp8)
         assert gated is not None and gated.split == 1
     assert dispatch.unsplit_gated_tiling(1, *shape, card=dispatch.NO_CARD) is None
     assert dispatch.unsplit_gated_tiling(1, 24, 64, card=H200) is None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.diffusion import ops
 
 # With fewer rows, kernels of their own run next to the checkpoint's product.
-MIN_JOINED_ROWS = 64
+MIN_JOINED_ROWS = 65
 _MAX_SHARE = 1 / 8  # share of the columns of the checkpoint's product, or of its depth
 _TAIL_UNIT = 8  # a tail's depth is a multiple of it, so that rows begin at 16 bytes
 _UNIT = 64  # rows of the parts into which kernels for few rows divide a weight

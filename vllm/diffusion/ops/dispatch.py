@@ -177,16 +177,17 @@ def has_gated_tiles(num_columns: int, depth: int, *, card: DeviceInfo) -> bool:
 
 
 def unsplit_gated_tiling(
-    num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo
+    num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo, is_fp8: bool = False
 ) -> Tiling | None:
     """Return a tiling of a gated product, which no tiling splits; None if no tiling fits the shape.
 
     Separate kernels for product and silu would round a few values differently, so either tilings
     serve any number of rows, or none does.
     """
-    if not has_gated_tiles(num_columns, depth, card=card):
+    if not has_gated_tiles(num_columns, depth // 2 if is_fp8 else depth, card=card):
         return None
-    tiling = linear_tiling(num_rows, num_columns, depth, gated=True, card=card)
+    tiling_of = fp8_tiling if is_fp8 else linear_tiling
+    tiling = tiling_of(num_rows, num_columns, depth, gated=True, card=card)
     return _GATED[-1] if tiling is None else tiling
 
 

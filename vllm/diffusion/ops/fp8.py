@@ -188,8 +188,8 @@ class Fp8Projection(Projection):
         x = self._quantised(x, scratch)
         weight, scales = self._weight[columns], self._scales[columns]
         bias = None if self._bias is None else self._bias[columns]
-        tiling = self._tiling_of(weight, len(out))
-        if tiling is not None or not self._uses_cublas:
+        tiling = self._tiling_of_columns(weight, len(out))
+        if tiling is not None or not out.is_cuda:
             fused_linear_fp8(
                 x,
                 weight,
@@ -296,14 +296,15 @@ class Fp8Projection(Projection):
         quantise_rows(x, out)
         return out
 
-    def _tiling(self, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
-        return self._tiling_of(self._weight, num_rows, is_gated=is_gated)
-
-    @staticmethod
-    def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
-        """Return the tiling of our kernel, or None to use PyTorch's product."""
+    def _tiling_of_columns(self, weight: Tensor, num_rows: int) -> Tiling | None:
+        """Return the tiling of our kernel for columns of a product; None for PyTorch's product."""
         card = dispatch.card_of(weight.device)
-        return dispatch.fp8_tiling(num_rows, *weight.shape, gated=is_gated, card=card)
+        return dispatch.fp8_tiling(num_rows, *weight.shape, gated=False, card=card)
+
+    def _tiling(self, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
+        """Return the tiling of our kernel for the product; None for PyTorch's product."""
+        card = dispatch.card_of(self._weight.device)
+        return dispatch.fp8_tiling(num_rows, *self._weight.shape, gated=is_gated, card=card)
 
     def _fused(self, x: QuantisedRows, out: Tensor, tiling: Tiling, epilogue: Epilogue) -> None:
         bias = None if epilogue is Epilogue.SILU_MUL else self._bias

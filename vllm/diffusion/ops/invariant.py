@@ -24,10 +24,10 @@ from vllm.diffusion.ops import dispatch
 from vllm.diffusion.ops.fp8 import Fp8Projection
 from vllm.diffusion.ops.projection import ALL, PlainProjection, rows_of
 from vllm.diffusion.ops.weight_spec import ProjectionKind, WeightSpec, Workspace
-from vllm_add_llada.cuda_kernels.fused_ops import FP8, Epilogue, QuantisedRows, rescale
+from vllm_add_llada.cuda_kernels.fused_ops import FP8, Epilogue, QuantisedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import TypeAlias
 
     from torch import Tensor
@@ -118,15 +118,19 @@ def multiply_rows(
         multiply: writes a product, or adds it if `adds`. On a CPU it gets one row at a time.
         out: [R, columns], written.
     """
-    num_rows = len(x)
-    if num_rows == 0:
-        return
-    if num_rows < MIN_ROWS and x.is_cuda:
+    if 0 < len(x) < MIN_ROWS and x.is_cuda:
         few_rows.multiply(multiply, x, out, adds=adds)
         return
-    count = ceil(num_rows / MAX_ROWS) if x.is_cuda else num_rows
-    for some, target in zip(x.tensor_split(count), out.tensor_split(count), strict=True):
-        multiply(some, target)
+    for rows in _row_parts(out):
+        multiply(x[rows], out[rows])
+
+
+def _row_parts(out: Tensor) -> Iterator[slice]:
+    """Yield parts of the rows of `out`, each of at most `MAX_ROWS`, or on a CPU of one row."""
+    num_rows = len(out)
+    count = ceil(num_rows / MAX_ROWS) if out.is_cuda else num_rows
+    for part in range(count):
+        yield slice(num_rows * part // count, num_rows * (part + 1) // count)
 
 
 def project_part(
@@ -222,10 +226,15 @@ def _add_plain(weight: Tensor, x: Tensor, out: Tensor) -> None:
     out.addmm_(x, weight.t())
 
 
+_gated_tiling = partial(dispatch.unsplit_gated_tiling, is_fp8=True)
+
+
 class InvariantFp8Projection(Fp8Projection):
     """Projection with an fp8 matrix, whose sums have one order for any number of rows.
 
-    cuBLAS stores products without scales. A kernel that works on each number alone applies them.
+    `project` applies the scales before it rounds the sums, in our kernels and in cuBLAS. Before a
+    sum is added to the residual stream, cuBLAS stores it without scales, and a kernel that works on
+    each number alone applies them.
     """
 
     can_slice = False
@@ -239,23 +248,30 @@ class InvariantFp8Projection(Fp8Projection):
 
     @classmethod
     def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
-        if use is ProjectionKind.GATED:
-            return Workspace((stages.gate_up(matrix.dtype, matrix.columns),))
-        return super().workspace(use, matrix)
+        own = super().workspace(use, matrix)
+        if use is not ProjectionKind.GATED:
+            return own
+        return own._replace(most_rows=matrix.most_stored_rows(_gated_tiling))
 
     def project(
         self, x: Tensor | QuantisedRows, out: Tensor, scratch: Buffers, columns: slice = ALL
     ) -> None:
         def multiply(x: QuantisedRows, out: Tensor, columns: slice) -> None:
-            bias = None if self._bias is None else self._bias[columns]
-            self._multiply(x, self._weight[columns], out)
-            rescale(out, x.scales, self._scales[columns], out, bias=bias)
+            for rows in _row_parts(out):
+                Fp8Projection.project(self, rows_of(x, rows), out[rows], scratch, columns)
 
         project_part(multiply, self._quantised(x, scratch), out, columns, len(self._weight))
 
-    @staticmethod
-    def _tiling_of(weight: Tensor, num_rows: int, *, is_gated: bool = False) -> None:
-        """Return None: our kernels apply the scales before they round the sum, unlike cuBLAS."""
+    def _tiling_of_columns(self, weight: Tensor, num_rows: int) -> Tiling | None:
+        """Return a tiling that sums in cuBLAS's order, which adds a bias in another way."""
+        tiling = super()._tiling_of_columns(weight, num_rows)
+        return tiling if self._bias is None and _is_whole(tiling) else None
+
+    def _tiling(self, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
+        """Return a tiling of a gated product. Sums that are added are rounded without scales."""
+        weight = self._weight
+        card = dispatch.card_of(weight.device)
+        return _gated_tiling(num_rows, *weight.shape, card=card) if is_gated else None
 
     def _is_added(self, h: QuantisedRows, weight: Tensor, x: Tensor) -> bool:
         return False

@@ -185,10 +185,10 @@ __device__ void store(const KernelParams& params, Tile tile, int group,
         float2 gate = make_float2(sums[0], sums[1]);
         float2 up = make_float2(sums[kColumns / 2], sums[kColumns / 2 + 1]);
         if constexpr (kIsFp8) {
-          gate.x *= row_scales[i] * gate_scales.x;
-          gate.y *= row_scales[i] * gate_scales.y;
-          up.x *= row_scales[i] * up_scales.x;
-          up.y *= row_scales[i] * up_scales.y;
+          gate.x = gate.x * gate_scales.x * row_scales[i];
+          gate.y = gate.y * gate_scales.y * row_scales[i];
+          up.x = up.x * up_scales.x * row_scales[i];
+          up.y = up.y * up_scales.y * row_scales[i];
         }
         packed[i][j] = as_bits(__float22bfloat162_rn(silu_mul(gate, up)));
       }

@@ -175,14 +175,14 @@ struct Result {
     return *place(row, column);
   }
 
-  // Sums, multiplied by the scales of fp8 operands. `column` counts in the block's part of the
-  // weight.
+  // Sums, multiplied by the scales of fp8 operands, in the order of cuBLAS. `column` counts in the
+  // block's part of the weight.
   __device__ float2 meant(float2 sums, int row, int column) const {
     if constexpr (kIsFp8) {
       const float of_row = scales.of_rows[row];
       const auto of_columns = *reinterpret_cast<const float2*>(scales.of_columns + column);
-      sums.x *= of_row * of_columns.x;
-      sums.y *= of_row * of_columns.y;
+      sums.x = sums.x * of_columns.x * of_row;
+      sums.y = sums.y * of_columns.y * of_row;
     }
     return sums;
   }
