@@ -85,8 +85,7 @@ class AdaptedProjection(ops.Projection):
         if not self._is_used:
             self._base.gated(x, out, scratch)
             return
-        if self._adds_tail(x):
-            self._gated_with_tail(x, out, self._adapted.tiles, scratch)
+        if self._gated_with_tail(x, out, self._adapted.tiles, scratch):
             return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
         if self._joins(len(x)):
@@ -150,8 +149,7 @@ class AdaptedProjection(ops.Projection):
         if is_gated:
             gated = out.new_empty(num_rows, self._columns // 2)
             self._expand_gated(low, tiles, out, gated)
-            if self._adds_tail(x):
-                self._gated_with_tail(x, gated, tiles, scratch)
+            self._gated_with_tail(x, gated, tiles, scratch)
             if self._can_join(num_rows):
                 gate_up, low = self._joined(x, num_rows, scratch)
                 self._expand_gated(low, tiles, gate_up, gated)
@@ -173,19 +171,19 @@ class AdaptedProjection(ops.Projection):
     def _can_join(self, num_rows: int) -> bool:
         return self._extended is not None and num_rows >= MIN_JOINED_ROWS
 
-    def _adds_tail(self, x: Any) -> bool:
-        """Whether one kernel computes silu(gate) * up with the second matrices."""
-        has_tail = self._slots.tail is not None and len(x) >= MIN_JOINED_ROWS
-        return has_tail and self._base.adds_tail(x)
-
-    def _gated_with_tail(self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers) -> None:
-        """Write silu(gate) * up with the adapters' products."""
+    def _gated_with_tail(self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers) -> bool:
+        """Write silu(gate) * up with the adapters' products; False if no kernel computes both."""
         tail = self._slots.tail
-        assert tail is not None
+        if tail is None or len(x) < MIN_JOINED_ROWS:
+            return False
+        tiling = ops.tail_tiling(self._base, x)
+        if tiling is None:
+            return False
         parts = ops.take_low(self._slots.matrices, len(x), scratch)
         by_slot = stages.low_rank_by_slot(x.dtype, tail.shape[1]).take(scratch, len(x))
         ops.shrink(x, self._slots.matrices, tiles, parts, by_slot)
-        self._base.gated_with(x, out, (by_slot, tail))
+        ops.gated_with_tail(self._base, x, out, (by_slot, tail), tiling)
+        return True
 
     def _joined(self, x: Tensor, num_rows: int, scratch: Buffers) -> tuple[Tensor, Tensor]:
         """Return the product, and the rows' products with the first matrices of all slots."""

@@ -16,12 +16,12 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from vllm.diffusion import ops
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-    from vllm.diffusion import ops
 
 # With fewer rows, kernels of their own run next to the checkpoint's product.
 MIN_JOINED_ROWS = 65
@@ -55,10 +55,10 @@ def append_matrices(
         the projection of the weight with the matrices, and the matrices, which are zeros.
     """
     num_numbers = prod(shape[:-1])
-    num_rows = num_joined_rows(num_numbers, columns) if base.can_extend else 0
-    if not num_rows:
+    num_rows = num_joined_rows(num_numbers, columns)
+    if not (num_rows and isinstance(base, ops.PlainProjection)):
         return None
-    extended, rows = base.extended(num_rows)
+    extended, rows = ops.append_rows(base, num_rows)
     return extended, rows[:num_numbers].view(*shape)
 
 

@@ -77,7 +77,7 @@ class ProductParts(list[_Part]):
         self, product: LayerProduct | None, num_slots: int, max_rank: int
     ) -> tuple[int, int]:
         """Return the shape of the tail of all slots; it is empty if the product has none."""
-        if product is None or not (product.is_gated and product.base.can_add_tail):
+        if product is None or not (product.is_gated and ops.can_add_tail(product.base)):
             return 0, 0
         return product.columns, tail_depth(num_slots * len(self) * max_rank, self.depth)
 

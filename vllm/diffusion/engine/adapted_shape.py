@@ -65,7 +65,7 @@ class AdaptedBuffers:
     def joined(self, kind: type[ops.Projection], *uses: str) -> Listed:
         """Return the buffer of a weight's product together with the first matrices of all slots."""
         widths = [0]
-        for use in self._joined_uses.intersection(uses) if kind.can_extend else ():
+        for use in self._joined_uses.intersection(uses) if ops.can_append(kind) else ():
             columns = self._specs[use].columns
             num_parts = self._slots.num_slots * self.num_parts[use]
             num_further = num_joined_rows(num_parts * self._slots.max_rank, columns)
@@ -102,7 +102,7 @@ def _of_kind(
     gated = plain
     if buffers.num_parts[GATE_UP]:
         # Gate and up are stored before an adapter changes them. A step in which one kernel computes
-        # both (`Projection.gated_with`) takes less.
+        # both (`ops.gated_with_tail`) takes less.
         stored = buffers.joined(kind, GATE_UP)
         if not stored:
             project = kind.workspace(ops.ProjectionKind.PROJECT, buffers.gate_up).buffers

@@ -35,6 +35,13 @@ from vllm.diffusion.ops.invariant import (
     is_invariant,
     make_invariant,
 )
+from vllm.diffusion.ops.joined_products import (
+    append_rows,
+    can_add_tail,
+    can_append,
+    gated_with_tail,
+    tail_tiling,
+)
 from vllm.diffusion.ops.kinds import (
     SchemeConfig,
     kind_of,
@@ -122,8 +129,11 @@ __all__ = [
     "add_experts",
     "align_ranks",
     "allow_workspace",
+    "append_rows",
     "apply_rotary",
     "attention",
+    "can_add_tail",
+    "can_append",
     "candidates",
     "check_invariant",
     "embed_rows",
@@ -131,6 +141,7 @@ __all__ = [
     "expand",
     "expert_terms",
     "gated_expand",
+    "gated_with_tail",
     "gather_columns",
     "has_attention",
     "is_invariant",
@@ -164,6 +175,7 @@ __all__ = [
     "silu_mul",
     "split_bytes",
     "store_keys_values",
+    "tail_tiling",
     "take_low",
     "tensor_parallel",
     "tile_table",

@@ -177,7 +177,7 @@ class InvariantProjection(PlainProjection):
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
-        weight = self._weight
+        weight = self.weight
         self._few_rows = _few_rows(*weight.shape, weight.dtype, weight.dtype, weight.device)
         _part_memory(weight.dtype, weight.device)  # before free memory is measured
         check_order(self, weight, weight.dtype)
@@ -193,7 +193,7 @@ class InvariantProjection(PlainProjection):
         def multiply(x: Tensor, out: Tensor, columns: slice) -> None:
             PlainProjection.project(self, x, out, scratch, columns)
 
-        project_part(multiply, x, out, columns, len(self._weight))
+        project_part(multiply, x, out, columns, len(self.weight))
 
     @classmethod
     def _tiling(cls, x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tiling | None:

@@ -10,7 +10,6 @@ much scratch memory it requires. To support another storage of weights, add a cl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,7 +56,6 @@ class Projection(ABC):
 
     Attributes:
         can_slice: whether a part of the columns or features costs less than all of them.
-        can_extend: whether rows can be appended to the weight.
         quantises: whether methods take quantised rows, and `gated` writes quantised rows.
         weight_bytes: bytes of a stored number of W, including its share of the scales; None: the
             same as in a row.
@@ -65,7 +63,6 @@ class Projection(ABC):
     """
 
     can_slice: ClassVar[bool]
-    can_extend: ClassVar[bool] = False
     quantises: ClassVar[bool] = False
     weight_bytes: ClassVar[float | None] = None
     speed: ClassVar[float] = 1.0
@@ -87,6 +84,11 @@ class Projection(ABC):
         """The weight as it is stored, contiguous; None if upstream stores it."""
         return None
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias b [columns] that this rank adds."""
+        return self._bias
+
     def precedes(self, following: Projection) -> None:
         """Set the projection whose weight is read after this one's in every step.
 
@@ -101,16 +103,6 @@ class Projection(ABC):
     def matrix(self, columns: slice) -> Tensor | None:
         """Return rows of the weight if the product uses exactly these numbers; else None."""
         return None
-
-    def extended(self, num_rows: int) -> tuple[Projection, Tensor]:
-        """Append rows to the weight, before the first step; requires `can_extend`.
-
-        The weight moves, and its parameter becomes a view of the larger weight.
-
-        Returns:
-            a projection with all rows, and the new ones [num_rows, depth], which are zeros.
-        """
-        raise NotImplementedError(f"{type(self).__name__}: wanted a kind with can_extend")
 
     @classmethod
     @abstractmethod
@@ -151,24 +143,6 @@ class Projection(ABC):
                 projections quantise.
         """
 
-    @property
-    def can_add_tail(self) -> bool:
-        """Whether `gated_with` is available, and fast for some numbers of rows."""
-        return False
-
-    def adds_tail(self, x: Tensor) -> bool:
-        """Whether `gated_with` is fast for rows x."""
-        return False
-
-    def gated_with(self, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor]) -> None:
-        """Write silu(gate) * up, where another product is added to both halves.
-
-        Args:
-            x, out: as for `gated`, in the model dtype, if `adds_tail(x)`.
-            tail: rows [R, K] and a weight [columns, K], in the model dtype.
-        """
-        raise NotImplementedError(f"{type(self).__name__}: wanted a kind that can_add_tail")
-
     @abstractmethod
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         """Write the product with some of the features.
@@ -204,25 +178,20 @@ class PlainProjection(Projection):
 
     On a single GPU, a product without a bias is added to x in its epilogue, which saves one pass
     over x. Our kernel adds before it rounds, cuBLAS rounds the product first.
+
+    Attributes:
+        weight: this rank's part of W.
     """
 
     can_slice = True
-    can_extend = True
 
     def __init__(self, layer: ParallelLayer) -> None:
         super().__init__(layer)
-        self._weight: Tensor = layer.weight
-        self._adds_in_place = self._weight.is_cuda and self._bias is None and not self._is_summed
+        self.weight: Tensor = layer.weight
+        self._adds_in_place = self.weight.is_cuda and self._bias is None and not self._is_summed
 
     def matrix(self, columns: slice) -> Tensor | None:
-        return self._weight[columns] if self._bias is None else None
-
-    def extended(self, num_rows: int) -> tuple[Projection, Tensor]:
-        whole = copy(self)
-        whole._weight = _extended(self._weight, num_rows)
-        if self._bias is not None:
-            whole._bias = _extended(self._bias, num_rows)
-        return whole, whole._weight[-num_rows:]
+        return self.weight[columns] if self._bias is None else None
 
     @classmethod
     def workspace(cls, use: ProjectionKind, matrix: WeightSpec) -> Workspace:
@@ -238,7 +207,7 @@ class PlainProjection(Projection):
         return Workspace((stages.projected(matrix.dtype, matrix.columns),))
 
     def project(self, x: Tensor, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        weight, bias = self._weight[columns], self._bias
+        weight, bias = self.weight[columns], self._bias
         bias = None if bias is None else bias[columns]
         tiling = self._tiling(x, weight, Epilogue.STORE)
         if tiling is None:
@@ -248,7 +217,7 @@ class PlainProjection(Projection):
 
     def gated(self, x: Tensor, out: Tensor, scratch: Buffers) -> None:
         """Compute in one kernel if that is faster; it rounds at the same points as two kernels."""
-        weight, tiling = self._weight, None
+        weight, tiling = self.weight, None
         if self._bias is None:
             tiling = self._tiling(x, weight, Epilogue.SILU_MUL)
         if tiling is not None:
@@ -261,34 +230,11 @@ class PlainProjection(Projection):
         self.project(x, gate_up, scratch)
         silu_mul(gate_up, out=out)
 
-    @property
-    def can_add_tail(self) -> bool:
-        weight, card = self._weight, dispatch.card_of(self._weight.device)
-        is_plain = self._bias is None and has_fused_linear(weight, weight)
-        return is_plain and dispatch.has_gated_tiles(*weight.shape, card=card)
-
-    def adds_tail(self, x: Tensor) -> bool:
-        return has_fused_linear(x, self._weight) and self._tail_tiling(x) is not None
-
-    def gated_with(self, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor]) -> None:
-        fused_linear(
-            x,
-            self._weight,
-            out,
-            tiling=self._tail_tiling(x),
-            epilogue=Epilogue.SILU_MUL,
-            early=WEIGHTS_ARE_CONSTANT,
-            tail=tail,
-        )
-
-    def _tail_tiling(self, x: Tensor) -> Tiling | None:
-        return dispatch.tail_tiling(len(x), *self._weight.shape, card=dispatch.card_of(x.device))
-
     def multiply(self, h: Tensor, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
         if features == ALL:
             self.project(h, out, scratch)
             return
-        torch.mm(h, self._weight[:, features].t(), out=out)
+        torch.mm(h, self.weight[:, features].t(), out=out)
         if self._bias is not None and features.start == 0:
             out.add_(self._bias)
 
@@ -296,7 +242,7 @@ class PlainProjection(Projection):
         if not self._adds_in_place:
             super().add_to(x, h, scratch, features)
             return
-        weight = self._weight[:, features]
+        weight = self.weight[:, features]
         tiling = self._tiling(h, weight, Epilogue.RESIDUAL) if features == ALL else None
         if tiling is None:
             self._add(x, h, weight)
@@ -325,15 +271,6 @@ class PlainProjection(Projection):
     def _add(self, x: Tensor, h: Tensor, weight: Tensor) -> None:
         """Add the product of h with columns of the weight to x."""
         x.addmm_(h, weight.t())
-
-
-def _extended(stored: Tensor, num_rows: int) -> Tensor:
-    """Return a copy with further rows of zeros, and make `stored` a view of it."""
-    num_stored = len(stored)
-    whole = stored.new_zeros(num_stored + num_rows, *stored.shape[1:])
-    whole[:num_stored] = stored.data
-    stored.data = whole[:num_stored]
-    return whole
 
 
 def rows_of(h: Any, rows: slice) -> Any:

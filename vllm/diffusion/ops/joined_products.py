@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of an unquantised weight together with further rows, or with further depth.
+
+Adapters use them: one product of many rows costs less than two. Further depth is a *tail*: other
+rows and another weight, whose products belong to the same sums.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from vllm.diffusion.ops import dispatch
+from vllm.diffusion.ops.projection import ALL, WEIGHTS_ARE_CONSTANT, PlainProjection
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, fused_linear, has_fused_linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm.diffusion.ops.projection import Projection
+    from vllm_add_llada.cuda_kernels.fused_ops import Tiling
+
+
+def can_append(kind: type[Projection]) -> bool:
+    """Return whether rows can be appended to weights of a kind."""
+    return issubclass(kind, PlainProjection)
+
+
+def append_rows(base: PlainProjection, num_rows: int) -> tuple[PlainProjection, Tensor]:
+    """Append rows to a weight, before the first step.
+
+    The weight moves, and its parameter becomes a view of the larger weight.
+
+    Returns:
+        a projection with all rows, and the new ones [num_rows, depth], which are zeros.
+    """
+    bias = None if base.bias is None else _extended(base.bias, num_rows)
+    layer: Any = SimpleNamespace(weight=_extended(base.weight, num_rows), bias=bias)
+    return PlainProjection(layer), layer.weight[-num_rows:]
+
+
+def _extended(stored: Tensor, num_rows: int) -> Tensor:
+    """Return a copy with further rows of zeros, and make `stored` a view of it."""
+    num_stored = len(stored)
+    whole = stored.new_zeros(num_stored + num_rows, *stored.shape[1:])
+    whole[:num_stored] = stored.data
+    stored.data = whole[:num_stored]
+    return whole
+
+
+def can_add_tail(base: Projection) -> bool:
+    """Return whether a kernel computes silu(gate) * up with a tail for some numbers of rows."""
+    weight = base.matrix(ALL)
+    if weight is None or not has_fused_linear(weight, weight):
+        return False
+    return dispatch.has_gated_tiles(*weight.shape, card=dispatch.card_of(weight.device))
+
+
+def tail_tiling(base: Projection, x: Tensor) -> Tiling | None:
+    """Return the tiling of `gated_with_tail` for rows x; None if it has none, or would be slow."""
+    weight = base.matrix(ALL)
+    if weight is None or not has_fused_linear(x, weight):
+        return None
+    return dispatch.tail_tiling(len(x), *weight.shape, card=dispatch.card_of(x.device))
+
+
+def gated_with_tail(
+    base: Projection, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor], tiling: Tiling
+) -> None:
+    """Write silu(gate) * up, where another product is added to both halves.
+
+    Args:
+        base, x, out: as for `Projection.gated`, in the model dtype.
+        tail: rows [R, K] and a weight [columns, K], in the model dtype.
+        tiling: what `tail_tiling` returns for x.
+    """
+    weight = base.matrix(ALL)
+    assert weight is not None
+    epilogue, early = Epilogue.SILU_MUL, WEIGHTS_ARE_CONSTANT
+    fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=early, tail=tail)
