@@ -23,7 +23,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, Span
 from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.engine.worker.model_loading import load_everywhere
-from vllm.diffusion.layers.attention_backends import attend_invariantly
+from vllm.diffusion.layers.invariant_attention import attend_invariantly
 from vllm.diffusion.layers.split_attention import FIXED_PART_KEYS, split_attention
 from vllm.diffusion.ops import collectives, dispatch
 from vllm.diffusion.ops.collectives import HostCollectives

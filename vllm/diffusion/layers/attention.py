@@ -15,7 +15,7 @@ from vllm.diffusion.core import stages
 from vllm.diffusion.core.devices import num_multiprocessors
 from vllm.diffusion.core.spans import HeadGroup
 from vllm.diffusion.core.stages import FreshBuffers
-from vllm.diffusion.layers.attention_backends import attend, attend_invariantly, reads_pages
+from vllm.diffusion.layers.attention_backends import attend, reads_pages
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm
 from vllm.diffusion.layers.split_attention import can_split
 
@@ -40,7 +40,8 @@ class SelfAttention:
     Both stages work on all heads at once, with projections side by side in one product.
     `q_norm` and `k_norm` are both given or both None: `RMSNorm` for a model that norms each head
     [hd], `AllHeadsRMSNorm` for a model that norms all heads together. `clip` limits the
-    projections' elements, before the norms. `kernel` computes attention to one source.
+    projections' elements, before the norms. `kernel` computes attention to one source, and may
+    take `split_rows` rows of parts (`stages.split_attention`) per multiprocessor.
     """
 
     norm: RMSNorm
@@ -53,6 +54,7 @@ class SelfAttention:
     k_norm: RMSNorm | None = None
     clip: float | None = None
     kernel: Callable[..., Tensor] = attend
+    split_rows: int = stages.SPLIT_ROWS
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -118,7 +120,7 @@ class SelfAttention:
         with buffers.scope("attend"):
             if q is None:
                 q = self.queries(x, rotary, ALL_HEADS, buffers)
-            heads = attend_all(q, sources, buffers, self.kernel)
+            heads = attend_all(q, sources, buffers, self)
             self.add(x, heads, ALL_HEADS, buffers)
 
     def queries(self, x: Tensor, rotary: Rotary, group: HeadGroup, buffers: Buffers) -> Tensor:
@@ -195,16 +197,14 @@ class SelfAttention:
 
 
 def attend_all(
-    q: Tensor, sources: Sequence[KeySource], buffers: Buffers, kernel: Callable[..., Tensor]
+    q: Tensor, sources: Sequence[KeySource], buffers: Buffers, layer: SelfAttention
 ) -> Tensor:
     """Return the attention [R, H, hd] of the rows of every source to its keys."""
     attended, statistics, collected = stages.attending(q.dtype, *q.shape[1:])
     attended.expect(buffers, len(q))
     statistics.expect(buffers, len(q))
     if q.is_cuda and can_split(q.dtype, q.shape[2], q.device):
-        has_fixed_parts = kernel is attend_invariantly
-        of_card = stages.FIXED_PART_ROWS if has_fixed_parts else stages.SPLIT_ROWS
-        split_rows = of_card * num_multiprocessors(q.device)
+        split_rows = layer.split_rows * num_multiprocessors(q.device)
         stages.split_attention(q.shape[2]).expect(buffers, split_rows)
     for k, _, layout in sources:
         if layout.pages is not None and not reads_pages(q.dtype, q.shape[2], q.device):
@@ -214,8 +214,8 @@ def attend_all(
         layout = sources[0].layout
         if layout.spans is not None and len(layout.spans) > 1:
             collected.expect(buffers, len(q))
-        return kernel(q, sources[0].k, sources[0].v, layout)
+        return layer.kernel(q, sources[0].k, sources[0].v, layout)
     heads = collected.take(buffers, len(q))
     for k, v, layout in sources:
-        kernel(q[layout.rows], k, v, layout, out=heads[layout.rows])
+        layer.kernel(q[layout.rows], k, v, layout, out=heads[layout.rows])
     return heads

@@ -27,14 +27,10 @@ from vllm.diffusion.layers.packed_attention import (
     fits_tiles,
     flash3,
 )
-from vllm.diffusion.layers.split_attention import (
-    FIXED_PART_KEYS,
-    can_split,
-    split_attention,
-)
+from vllm.diffusion.layers.split_attention import can_split, split_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -116,29 +112,6 @@ def attend(
         assert scales is not None and out is not None
         return cudnn_fp8.attend(q, k, v, layout, scales, out)
     return _ATTEND[backend](q, k, v, layout, out)
-
-
-def attend_invariantly(
-    q: Tensor, k: Tensor, v: Tensor, layout: _Layout, out: Tensor | None = None
-) -> Tensor:
-    """Compute `attend` so that no row's result depends on other rows, or on keys that it skips.
-
-    On a GPU that `can_split`, keys are read in parts of one size. Otherwise the rows are computed
-    one after another.
-    """
-    if q.shape[0] and can_split(q.dtype, q.shape[2], q.device):
-        return split_attention(q, k, v, layout, out, part_keys=FIXED_PART_KEYS)
-    if layout.spans is not None:
-        layout = layout._replace(spans=[row for span in layout.spans for row in _rows_of(span)])
-    return attend(q, k, v, layout, out, backend=Backend.SDPA)
-
-
-def _rows_of(span: Span) -> Iterator[Span]:
-    """Yield a span for each query, with the keys that it reads."""
-    for query in range(span.num_queries):
-        row, first = span.q_start + query, span.kv_start
-        end = first + span.keys_read_by(query)
-        yield Span(row, row + 1, first, end, in_pages=span.in_pages)
 
 
 def can_be_captured(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:

@@ -100,9 +100,9 @@ class HeadGroupAttention:
         with buffers.scope("attend"):
             q = layer.queries(x, rotary, group, buffers)
             if exchange is None:
-                heads = attend_all(q, sources, buffers, layer.kernel)
+                heads = attend_all(q, sources, buffers, layer)
             else:
                 exchanged = exchange.to_heads(q, buffers)
-                exchanged = attend_all(exchanged, sources, buffers, layer.kernel)
+                exchanged = attend_all(exchanged, sources, buffers, layer)
                 heads = exchange.to_rows(exchanged, q, buffers)
             layer.add(updated, heads, group, buffers)

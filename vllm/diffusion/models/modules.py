@@ -13,7 +13,7 @@ from torch import nn
 
 from vllm.diffusion import ops
 from vllm.diffusion.layers.attention import SelfAttention
-from vllm.diffusion.layers.attention_backends import attend, attend_invariantly
+from vllm.diffusion.layers.invariant_attention import with_invariant_attention
 from vllm.diffusion.layers.mlp import GatedMLP
 from vllm.diffusion.layers.norm import AllHeadsRMSNorm, RMSNorm
 from vllm.diffusion.layers.parallel import without_weight_packing
@@ -69,7 +69,7 @@ class AttentionWeights(nn.Module):
 
     def stage(self, norm: RMSNorm) -> SelfAttention:
         """Create the stages over these weights, after they are loaded."""
-        return SelfAttention(
+        attention = SelfAttention(
             norm,
             ops.projection_of(self.qkv_proj),
             ops.projection_of(self.o_proj),
@@ -79,8 +79,8 @@ class AttentionWeights(nn.Module):
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             clip=self.config.architecture.max_qkv,
-            kernel=attend_invariantly if ops.is_invariant(self) else attend,
         )
+        return with_invariant_attention(attention) if ops.is_invariant(self) else attention
 
     def destinations(self, path: str) -> dict[str, Destination]:
         """Return the destination of each module of a checkpoint below `path`."""
