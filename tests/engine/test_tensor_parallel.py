@@ -138,6 +138,8 @@ def run_ahead(worker: Any) -> None:
         ("llada", {"n_kv_heads": 2, "embedding_size": 300}),
         ("sdar", {"num_key_value_heads": 1}),  # both ranks have this head
         ("llada2", {"first_k_dense_replace": 2, "num_shared_experts": 2}),
+        # Wide enough that the first matrices of adapters are appended to weights.
+        ("llada", {"d_model": 512, "mlp_hidden_size": 512, "n_layers": 2}),
     ],
 )
 def test_two_ranks_divide_adapters(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
