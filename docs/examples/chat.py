@@ -85,6 +85,12 @@ class Server:
 
     def answer(self, messages: Messages) -> Iterator[Frame]:
         body = {"messages": messages, "stream": True, **self._fields}
+        try:
+            yield from self._frames(body)
+        except httpx.TransportError as error:
+            raise SystemExit(f"error: no answer from {self._http.base_url}: {error}") from None
+
+    def _frames(self, body: dict[str, Any]) -> Iterator[Frame]:
         text, clock = "", Clock()
         with self._http.stream("POST", "/generate", json=body) as response:
             if response.status_code != 200:
@@ -120,7 +126,10 @@ class Engine:
 
         from vllm import LLM, SamplingParams
 
-        self._engine = LLM(model=model, use_tqdm_on_load=False).llm_engine
+        try:
+            self._engine = LLM(model=model, use_tqdm_on_load=False).llm_engine
+        except (OSError, ValueError) as error:  # no checkpoint, or none that can be served
+            raise SystemExit(f"error: {error}") from None
         self._tokenizer = self._engine.get_tokenizer()
         self._sampling = SamplingParams(
             temperature=fields.get("temperature", 0.0),

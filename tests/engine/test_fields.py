@@ -185,6 +185,7 @@ def test_gaps_of_a_prompt_and_a_suffix(engine: Engine) -> None:
         Request(random_prompt(5), {**between, "min_tokens": 6, "logit_bias": ends})
     )
     assert len(answer.token_ids) == 7 and answer.token_ids[-1] == EOS_ID
+    assert answer.report["num_end_tokens"] == 12 - 6  # without the suffix
 
 
 def test_guided_output_weighs_edited_probabilities(engine: Engine) -> None:

@@ -97,6 +97,20 @@ def test_chat_passes_a_refusal_on(client: Client, server: ServerProcess) -> None
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--server", "http://127.0.0.1:1"), "error: no answer from http://127.0.0.1:1: "),
+        (("--model", "/no/such/model"), "error: "),
+    ],
+)
+def test_chat_without_a_model(arguments: tuple[str, str], message: str) -> None:
+    done = run_python(CHAT, *arguments, input=QUESTION, env=environment(NO_PROXY="127.0.0.1"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(message)
+    assert "Traceback" not in done.stderr
+
+
 @needs_canvases
 def test_chat_shows_the_canvas_in_a_terminal(client: Client, server: ServerProcess) -> None:
     shown = in_a_terminal([sys.executable, str(CHAT), "--server", server.url], QUESTION)

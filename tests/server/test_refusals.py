@@ -372,6 +372,17 @@ def test_a_model_that_is_not_served(client: Client, route: str) -> None:
     assert error["param"] == "model"
 
 
+def test_paths_are_repeated_as_given(client: Client) -> None:
+    """Names of models are often paths, which upstream's messages replace by `<path>`."""
+    path = "/tmp/models/llada.bin"
+    error = refusal(client.http.post(GENERATE, json=body_for(GENERATE, model=path)), 404)
+    assert error["message"] == f"model: given '{path}'; wanted one of: {MODEL_NAME}"
+    error = refusal(client.http.post(CHAT, json=body_for(CHAT, algorithm=path)), 400)
+    assert error["message"].startswith(f"algorithm: given '{path}'; ")
+    error = refusal(client.http.get(path), 404)
+    assert error["message"] == f"path: given '{path}'; wanted one of those that /docs lists"
+
+
 def test_models_are_listed_and_found(client: Client) -> None:
     (listed,) = client.http.get("/v1/models").json()["data"]
     content = client.http.get(f"/v1/models/{MODEL_NAME}").json()

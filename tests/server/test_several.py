@@ -6,6 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import psutil
+
 from tests.server.client import GENERATE, LONG, PUZZLE, Client, refusal
 from tests.server.process import (
     PATIENCE_S,
@@ -24,6 +27,14 @@ def of_engines(text: str, name: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in re.findall(pattern, text, re.MULTILINE)}
 
 
+def check_memory(server: ServerProcess, http: httpx.Client, share: int) -> None:
+    """Compare the pool and the host memory of a rank with its share of the machine's memory."""
+    total = psutil.virtual_memory().total / share
+    assert http.get("/status.json").json()["pool_bytes"]["budget"] < total
+    given = re.findall(r"([\d.]+) GiB of host memory", server.log())
+    assert given and all(float(size) < total / 2**30 / 2 + 0.01 for size in given)
+
+
 def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_path: Path) -> None:
     """The other rank waits for the killed one in the middle of a step."""
     command = [*SERVER, "--model", str(model_dir), "--tensor-parallel-size", "2"]
@@ -31,6 +42,7 @@ def test_a_killed_rank_is_told_and_leaves_nothing_behind(model_dir: Path, tmp_pa
     with healthy(server):
         started = server.descendants()
         with server.client() as http, ThreadPoolExecutor(1) as pool:
+            check_memory(server, http, share=2)
             answer = pool.submit(http.post, GENERATE, json=LONG)
             Client(http).wait_for_num_requests(1)
             named(started, "Worker_TP1")[0].kill()
@@ -50,6 +62,7 @@ def test_replicas_share_requests_and_end_together(model_dir: Path, tmp_path: Pat
         with ThreadPoolExecutor(4) as pool, server.client() as http:
             assert http.get("/ready").json() == {"status": "ready"}
             assert http.get("/get_world_size").json() == {"world_size": 2}
+            check_memory(server, http, share=2)
             actual = http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
             assert len({digest for name, digest in actual.items() if "lm_head" in name}) == 1
             assert {name.split(":")[0] for name in actual} == {"dp0", "dp1"}

@@ -75,6 +75,9 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
+    # Upstream sets the number of replicas to 1 in their own processes.
+    replicas = {"num_replicas": max(parallel.data_parallel_size_local, 1)}
+    vllm_config.additional_config = replicas | vllm_config.additional_config
     scheduler = vllm_config.scheduler_config
     if scheduler.scheduler_cls is None:
         has_adapters = vllm_config.lora_config is not None
@@ -526,6 +529,11 @@ _FLAGS = (
     "batch_invariant",
 )
 _OF_THE_ENGINE = tuple(field.name for field in fields(Settings))
+
+
+def num_replicas(vllm_config: VllmConfig) -> int:
+    """Return the number of engines of this server that share the memory of this host."""
+    return int(vllm_config.additional_config.get("num_replicas", 1))
 
 
 def settings_of(vllm_config: VllmConfig) -> Settings:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.config import row_budget, settings_of, slots_of
+from vllm.diffusion.config import num_replicas, row_budget, settings_of, slots_of
 from vllm.diffusion.core import envs, stages
 from vllm.diffusion.core.pages import HEAD_DIMS
 from vllm.diffusion.engine.adapted_shape import AdaptedBuffers, adapted_shape
@@ -294,7 +294,7 @@ def _host_cache_budget(vllm_config: VllmConfig, num_ranks: int) -> int:
         return 0
     slots = slots_of(vllm_config)
     adapter_bytes = 0 if slots is None else slots.known_bytes(vllm_config.model_config.dtype)
-    share = _host_memory() // 2 // num_ranks
+    share = _host_memory() // 2 // num_ranks // num_replicas(vllm_config)
     return envs.host_cache_size_bytes() or max(share - adapter_bytes, 0)
 
 

@@ -193,8 +193,8 @@ def _lengths(item: RequestState) -> dict[str, list[int]]:
 
 
 def _num_end_tokens(item: RequestState) -> int:
-    """Return the number of canvas positions from the stop token on; 0 without a stop token."""
+    """Return the number of filled positions from the stop token on; 0 without a stop token."""
     answer = item.request.output_token_ids
     if not answer or answer[-1] not in item.params.stop_ids:
         return 0
-    return item.params.gen_length - len(answer) + 1
+    return item.params.num_open - len(answer) + 1

@@ -11,6 +11,7 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.diffusion import ops
+from vllm.diffusion.config import num_replicas
 from vllm.diffusion.core import envs
 from vllm.diffusion.core.errors import ServerConfigError
 from vllm.diffusion.engine.planning import make_planner
@@ -186,7 +187,7 @@ def make_runner(
     """Create the runner of a loaded model, with the free memory of the device."""
     rates = rates_of(device, ranks.every)
     utilization = vllm_config.cache_config.gpu_memory_utilization
-    budget = activation_budget(device, utilization, ranks.every)
+    budget = activation_budget(device, utilization, ranks.every, num_replicas(vllm_config))
     pool = activation_pool(
         budget, device, use_vmm=envs.use_vmm(), chunk_bytes=envs.vmm_chunk_size()
     )

@@ -24,13 +24,16 @@ MIN_POOL_BYTES = 1 << 30  # bytes that slots of LoRA adapters leave to the pool
 ROUNDING_SHARE, MAX_ROUNDING_BYTES = 1 / 64, 128 << 20
 
 
-def activation_budget(device: torch.device, utilization: float, ranks: RankGroup) -> int:
+def activation_budget(
+    device: torch.device, utilization: float, ranks: RankGroup, num_replicas: int
+) -> int:
     """Return the bytes of the activation pool: as configured, else the free bytes less a margin.
 
     Args:
         device: the device, with the weights loaded.
         utilization: share of the device's memory, upstream's `gpu_memory_utilization`.
         ranks: all ranks of the engine.
+        num_replicas: engines of this server, whose ranks on a CPU share one memory.
 
     Returns:
         the minimum over all ranks, because all ranks follow the same plans.
@@ -39,6 +42,8 @@ def activation_budget(device: torch.device, utilization: float, ranks: RankGroup
         ServerConfigError: no memory is free.
     """
     free_bytes = free_bytes_of(device, utilization)
+    if device.type != "cuda":
+        free_bytes //= ranks.size * num_replicas
     budget = ranks.all_reduce_min(envs.activation_pool_size_bytes() or free_bytes)
     if budget < 1:
         raise ServerConfigError(
