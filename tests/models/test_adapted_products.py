@@ -53,7 +53,7 @@ def models(
 
 
 def runs(num_rows: int) -> dict[int | None, slice]:
-    """Return the rows of both adapters, and those between them, as far as there are any."""
+    """Return the rows of both adapters, and the rows between them, if there are any."""
     first, second = num_rows // 3, num_rows // 2
     found = {0: slice(0, first), None: slice(first, second), 1: slice(second, num_rows)}
     return {slot: rows for slot, rows in found.items() if rows.start < rows.stop}
