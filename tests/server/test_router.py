@@ -93,6 +93,13 @@ def test_a_body_of_generate_that_lost_its_fields_is_refused(http: httpx.Client) 
     assert refusal(response)["message"].endswith("wanted POST /v1/generate")
 
 
+def test_the_router_answers_unreadable_bodies(http: httpx.Client) -> None:
+    content = {"Content-Type": "application/json"}
+    assert http.post(CHAT, content="x", headers=content).status_code == 400
+    assert http.post(CHAT, content="x").status_code == 415
+    assert http.post(CHAT, json={}).status_code == 422
+
+
 def test_an_abort_reaches_the_server(fleet: Fleet, http: httpx.Client) -> None:
     body = body_for(CHAT, max_tokens=2048, steps=2048, ignore_eos=True, stream=True)
     first, second = fleet.servers
