@@ -378,7 +378,9 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   const int sum_bytes = kSplit > 1 ? params.num_rows * (kColumns + 4 * kSplit) * sizeof(float) : 0;
   // If the sums of a tile are large compared with the stages, they reuse the stages' memory.
   const int beside = sum_bytes <= kMostSumBytes ? sum_bytes : 0;
-  const int room = kSharedBytes - scale_bytes - kAlignment - behind - beside;
+  // Clusters of four blocks cannot use every multiprocessor, so two blocks must fit on one.
+  constexpr int kMostBytes = kSplit > 2 ? kSharedBytes / 2 - 1024 : kSharedBytes;
+  const int room = kMostBytes - scale_bytes - kAlignment - behind - beside;
   kernel_params.num_stages =
       std::min({kMaxStages, room / kernel_params.stage_bytes, params.depth / kSplit / kElements});
   const int stages = kernel_params.num_stages * kernel_params.stage_bytes;
