@@ -75,7 +75,7 @@ def configure(vllm_config: VllmConfig) -> None:
         )
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
-    # Upstream sets the number of replicas to 1 in their own processes.
+    # It is stored, because upstream sets the number of replicas to 1 in their own processes.
     replicas = {"num_replicas": max(parallel.data_parallel_size_local, 1)}
     vllm_config.additional_config = replicas | vllm_config.additional_config
     scheduler = vllm_config.scheduler_config

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.joined_weights import MIN_JOINED_ROWS, num_joined_rows
+from vllm.diffusion.adapters.joined_weights import MIN_JOINED_ROWS
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.stages import FreshBuffers
 
@@ -189,11 +189,10 @@ class AdaptedProjection(ops.Projection):
         """Return the product, and the rows' products with the first matrices of all slots."""
         assert self._extended is not None
         num_slots, num_parts, max_rank, _ = self._slots.matrices.down.shape
-        num_numbers = num_slots * num_parts * max_rank
-        width = self._columns + num_joined_rows(num_numbers, self._columns)
+        width = len(self._extended.weight)
         both = stages.joined_product(x.dtype, width).take(scratch, num_rows)
         self._extended.project(x, both, scratch)
-        low = both[:, self._columns : self._columns + num_numbers]
+        low = both[:, self._columns :][:, : num_slots * num_parts * max_rank]
         return both[:, : self._columns], low.unflatten(1, (num_slots, num_parts * max_rank))
 
     def _write(

@@ -43,7 +43,7 @@ def num_joined_rows(num_numbers: int, columns: int) -> int:
 
 def append_matrices(
     base: ops.Projection, columns: int, shape: Sequence[int]
-) -> tuple[ops.Projection, Tensor] | None:
+) -> tuple[ops.PlainProjection, Tensor] | None:
     """Append the first matrices of all slots to a weight; None if it stays as it is.
 
     Args:

@@ -98,7 +98,7 @@ class ProductSlots:
         self,
         parts: ProductParts,
         matrices: ops.LowRank,
-        extended: ops.Projection | None = None,
+        extended: ops.PlainProjection | None = None,
         tail: Tensor | None = None,
     ) -> None:
         self._parts, self.matrices = parts, matrices

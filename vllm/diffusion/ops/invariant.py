@@ -263,12 +263,12 @@ class InvariantFp8Projection(Fp8Projection):
         project_part(multiply, self._quantised(x, scratch), out, columns, len(self._weight))
 
     def _tiling_of_columns(self, weight: Tensor, num_rows: int) -> Tiling | None:
-        """Return a tiling that sums in cuBLAS's order, which adds a bias in another way."""
+        """Return a tiling with cuBLAS's bits; None with a bias, whose bits were not compared."""
         tiling = super()._tiling_of_columns(weight, num_rows)
         return tiling if self._bias is None and _is_whole(tiling) else None
 
     def _tiling(self, num_rows: int, *, is_gated: bool = False) -> Tiling | None:
-        """Return a tiling of a gated product. Sums that are added are rounded without scales."""
+        """Return a tiling of a gated product; others are rounded before scales are applied."""
         weight = self._weight
         card = dispatch.card_of(weight.device)
         return _gated_tiling(num_rows, *weight.shape, card=card) if is_gated else None

@@ -58,7 +58,7 @@ async def _refused(raw_request: Request, error: Exception) -> Response:
     """Answer a refusal, and count it in the metrics."""
     assert isinstance(error, RequestRefused)
     metrics.count_refusal(error.reason)
-    return answer(raw_request, _literal(create_error_response(error), str(error)))
+    return answer(raw_request, _with_paths(error))
 
 
 async def _invalid(raw_request: Request, error: Exception) -> Response:
@@ -108,7 +108,7 @@ async def _late(raw_request: Request, error: Exception) -> Response:
 
 async def _not_found(raw_request: Request, error: Exception) -> Response:
     """Answer with the field that the message names, which upstream leaves out."""
-    response = _literal(create_error_response(error), str(error))
+    response = _with_paths(error)
     field, colon, _ = str(error).partition(": given ")
     response.error.param = field if colon else None
     return answer(raw_request, response)
@@ -152,18 +152,17 @@ async def _http_error(raw_request: Request, error: Exception) -> Response:
         wanted = headers.get("Allow", "another method")
         message = f"method: given {raw_request.method!r}; {path} accepts {wanted}"
     kind = _TYPES.get(status, status.phrase)
-    response = create_error_response(message, kind, status)
-    if message != str(error.detail):
-        response = _literal(response, message)
-    return answer(raw_request, response, headers)
+    create = create_error_response if message == str(error.detail) else _with_paths
+    return answer(raw_request, create(message, kind, status), headers)
 
 
-def _literal(response: ErrorResponse, message: str) -> ErrorResponse:
-    """Restore a message of Mosaic, in which upstream has replaced all paths by `<path>`.
+def _with_paths(error: Exception | str, *kind: Any) -> ErrorResponse:
+    """Create an error response with a message of Mosaic, whose paths upstream would hide.
 
     Names of models are often paths, and a given value must be recognisable.
     """
-    response.error.message = message
+    response = create_error_response(error, *kind)
+    response.error.message = str(error)
     return response
 
 
