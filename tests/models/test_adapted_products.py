@@ -20,30 +20,35 @@ from vllm.diffusion.core.spans import AttentionLayout, KeySource, Span
 from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.models.base import DiffusionModel
 
-# Rank of the adapter in each slot, and the end of the module that it leaves as it is.
-ADAPTERS = {0: (16, "nothing"), 1: (8, "q_proj")}
-CPU = pytest.param(("float32", 512, 512, 1e-5), id="cpu")
-GPU = pytest.param(("bfloat16", 1024, 6144, 0.05), id="gpu", marks=pytest.mark.gpu)
+# Divisor of the maximum rank of the adapter in each slot, and the end of the module that it leaves
+# as it is.
+ADAPTERS = {0: (1, "nothing"), 1: (2, "q_proj")}
+# Dtype, sizes of rows, maximum rank and tolerance
+CPU = pytest.param(("float32", 512, 512, 16, 1e-5), id="cpu")
+GPU = pytest.param(("bfloat16", 1024, 6144, 16, 0.05), id="gpu", marks=pytest.mark.gpu)
+# One kernel computes everything for few rows.
+HIGH_RANK = pytest.param(("bfloat16", 2048, 6144, 64, 0.05), id="high rank", marks=pytest.mark.gpu)
 
 Models = tuple[dict[int | None, DiffusionModel], float]
 
 
-@pytest.fixture(scope="module", params=[CPU, GPU])
+@pytest.fixture(scope="module", params=[CPU, GPU, HIGH_RANK])
 def models(
     request: pytest.FixtureRequest,
     load_model: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Models]:
     """Yield a model with both adapters (None), one of each merged checkpoint, and a tolerance."""
-    dtype, hidden, intermediate, tolerance = request.param
+    dtype, hidden, intermediate, max_rank, tolerance = request.param
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2}
     path = make_checkpoint(folder / "checkpoint", family="dream", seed=5, **sizes)
-    options = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
+    options = {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": 2}
     found: dict[int | None, DiffusionModel] = {None: load_model(path, dtype, **options)}
     slots, reader = add_slots(found[None], engine_config(path, dtype, **options), num_slots=2)
-    for slot, (rank, left) in ADAPTERS.items():
+    for slot, (divisor, left) in ADAPTERS.items():
+        rank = max_rank // divisor
         changes = random_adapter(path, rank=rank, seed=slot)
         changes = {name: tensor for name, tensor in changes.items() if f"{left}." not in name}
         adapter = save_adapter(folder / f"adapter{slot}", changes, rank=rank)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.joined_weights import MIN_JOINED_ROWS
+from vllm.diffusion.adapters.joined_weights import MIN_JOINED_ROWS, joins_few_rows
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.stages import FreshBuffers
 
@@ -74,8 +74,7 @@ class AdaptedProjection(ops.Projection):
         return self._base.rows(buffer, num_rows, scratch)
 
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        if columns == ALL and self._joins(len(out)):
-            self._write(x, out, self._adapted.tiles, scratch, adds=False)
+        if self._multiplies_once(x, out, scratch, ops.Epilogue.STORE, columns):
             return
         with self._shrinking(x, len(out), scratch) as low:
             self._base.project(x, out, scratch, columns)
@@ -85,10 +84,10 @@ class AdaptedProjection(ops.Projection):
         if not self._is_used:
             self._base.gated(x, out, scratch)
             return
-        if self._gated_with_tail(x, out, self._adapted.tiles, scratch):
+        if self._adapts(x, out, self._adapted.tiles, scratch, ops.Epilogue.SILU_MUL):
             return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
-        if self._joins(len(x)):
+        if self._can_join(len(x)):
             gate_up, low = self._joined(x, len(x), scratch)
         else:
             gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
@@ -104,8 +103,8 @@ class AdaptedProjection(ops.Projection):
             ops.quantise_rows(plain, out)
 
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        if features == ALL and self._joins(len(out)):
-            self._write(h, out, self._adapted.tiles, scratch, adds=False)
+        is_whole = features == ALL
+        if is_whole and self._multiplies_once(h, out, scratch, ops.Epilogue.STORE):
             return
         with self._shrinking(h, len(out), scratch, features) as low:
             self._base.multiply(h, out, scratch, features)
@@ -113,8 +112,8 @@ class AdaptedProjection(ops.Projection):
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self._is_used):
-            if features == ALL and self._joins(len(x)):
-                self._write(h, x, self._adapted.tiles, scratch, adds=True)
+            is_whole = features == ALL
+            if is_whole and self._multiplies_once(h, x, scratch, ops.Epilogue.RESIDUAL):
                 return
             with self._shrinking(h, len(x), scratch, features) as low:
                 self._base.add_to(x, h, scratch, features)
@@ -149,7 +148,7 @@ class AdaptedProjection(ops.Projection):
         if is_gated:
             gated = out.new_empty(num_rows, self._columns // 2)
             self._expand_gated(low, tiles, out, gated)
-            self._gated_with_tail(x, gated, tiles, scratch)
+            self._adapts(x, gated, tiles, scratch, ops.Epilogue.SILU_MUL)
             if self._can_join(num_rows):
                 gate_up, low = self._joined(x, num_rows, scratch)
                 self._expand_gated(low, tiles, gate_up, gated)
@@ -164,25 +163,78 @@ class AdaptedProjection(ops.Projection):
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
 
-    def _joins(self, num_rows: int) -> bool:
-        """Whether one product of `num_rows` rows also has the products with the first matrices."""
-        return self._can_join(num_rows) and self._is_used
-
     def _can_join(self, num_rows: int) -> bool:
+        """Whether a product of `num_rows` rows can also have those with the first matrices."""
         return self._extended is not None and num_rows >= MIN_JOINED_ROWS
 
-    def _gated_with_tail(self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers) -> bool:
-        """Write silu(gate) * up with the adapters' products; False if no kernel computes both."""
-        tail = self._slots.tail
-        if tail is None or len(x) < MIN_JOINED_ROWS:
+    def _multiplies_once(
+        self, x: Any, out: Tensor, scratch: Buffers, epilogue: ops.Epilogue, columns: slice = ALL
+    ) -> bool:
+        """Multiply by the weight and by first matrices at once; False if no kernel can.
+
+        Columns may be given as numbers, also if they are all.
+        """
+        if not self._is_used:
             return False
-        tiling = ops.tail_tiling(self._base, x)
+        tiles, bounds = self._adapted.tiles, columns.indices(self._columns)
+        if self._adapts(x, out, tiles, scratch, epilogue, slice(*bounds)):
+            return True
+        if bounds[:2] != (0, self._columns) or not self._can_join(len(out)):
+            return False
+        self._write(x, out, tiles, scratch, adds=epilogue is ops.Epilogue.RESIDUAL)
+        return True
+
+    def _adapts(
+        self,
+        x: Tensor,
+        out: Tensor,
+        tiles: ops.Tiles,
+        scratch: Buffers,
+        epilogue: ops.Epilogue,
+        columns: slice = ALL,
+    ) -> bool:
+        """Add the adapters' products before the result is rounded; False if no kernel can."""
+        if self._slots.tail is None:
+            return False
+        if len(x) < MIN_JOINED_ROWS:
+            return self._adapts_few(x, out, tiles, scratch, epilogue, columns)
+        return epilogue is ops.Epilogue.SILU_MUL and self._gated_with_tail(x, out, tiles, scratch)
+
+    def _adapts_few(
+        self,
+        x: Tensor,
+        out: Tensor,
+        tiles: ops.Tiles,
+        scratch: Buffers,
+        epilogue: ops.Epilogue,
+        columns: slice,
+    ) -> bool:
+        """Compute the products of few rows and of their adapters in one kernel."""
+        slots, base = self._slots, self._base
+        down, max_rank, up = slots.matrices.down, slots.matrices.up.shape[1], slots.tail
+        if up is None or not joins_few_rows(max_rank):
+            return False
+        assert isinstance(base, ops.PlainProjection)
+        tiling = ops.adapted_tiling(base, x, epilogue, columns)
         if tiling is None:
             return False
-        parts = ops.take_low(self._slots.matrices, len(x), scratch)
+        tables = slots.matrices.ranks, slots.matrices.scales, tiles.table, tiles.first_row
+        low = stages.low_rank_by_slot(x.dtype, up.shape[1]).take(scratch, len(x))
+        adapters = ops.Adapters(down, up, *tables, low, slots.counters)
+        ops.multiply_adapted(base, x, out, adapters, tiling, epilogue, columns)
+        return True
+
+    def _gated_with_tail(self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers) -> bool:
+        """Write silu(gate) * up of many rows, with the adapters' products."""
+        base, tail, matrices = self._base, self._slots.tail, self._slots.matrices
+        assert isinstance(base, ops.PlainProjection)
+        tiling = ops.tail_tiling(base, x)
+        if tail is None or tiling is None:
+            return False
+        parts = ops.take_low(matrices, len(x), scratch)
         by_slot = stages.low_rank_by_slot(x.dtype, tail.shape[1]).take(scratch, len(x))
-        ops.shrink(x, self._slots.matrices, tiles, parts, by_slot)
-        ops.gated_with_tail(self._base, x, out, (by_slot, tail), tiling)
+        ops.shrink(x, matrices, tiles, parts, by_slot)
+        ops.gated_with_tail(base, x, out, (by_slot, tail), tiling)
         return True
 
     def _joined(self, x: Tensor, num_rows: int, scratch: Buffers) -> tuple[Tensor, Tensor]:

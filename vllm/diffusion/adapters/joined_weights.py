@@ -5,10 +5,11 @@ The first matrices follow a weight in memory. The product then has further colum
 rows' products with these matrices. Up to an eighth of its columns, they cost less than kernels of
 their own, if there are many rows.
 
-The second matrices of gate and up are further columns of the weight: a *tail* of the product's
-depth. They multiply the rows' products with the first matrices, which are zeros for other slots. So
-the kernel of the product can compute silu(gate) * up, which otherwise waits until the adapters'
-products have been added.
+Second matrices are further columns of a weight: a *tail* of the product's depth. They multiply the
+rows' products with the first matrices, which are zeros for other slots. So the kernel of the
+product can round the result or compute silu(gate) * up, which otherwise waits until the adapters'
+products have been added. Gate and up always have a tail. If ranks are high, all products have one,
+because with few rows one kernel then computes everything.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# With fewer rows, kernels of their own run next to the checkpoint's product.
+# With fewer rows, kernels of their own run next to the checkpoint's product, or one kernel
+# computes everything.
 MIN_JOINED_ROWS = 65
+_MIN_JOINED_RANK = 64  # maximum rank from which one kernel is faster for few rows
 _MAX_SHARE = 1 / 8  # share of the columns of the checkpoint's product, or of its depth
 _TAIL_UNIT = 8  # a tail's depth is a multiple of it, so that rows begin at 16 bytes
 _UNIT = 64  # rows of the parts into which kernels for few rows divide a weight
@@ -62,8 +65,13 @@ def append_matrices(
     return extended, rows[:num_numbers].view(*shape)
 
 
+def joins_few_rows(max_rank: int) -> bool:
+    """Return whether one kernel should compute a product of few rows with those of adapters."""
+    return max_rank >= _MIN_JOINED_RANK
+
+
 def tail_depth(num_numbers: int, depth: int) -> int:
-    """Return the depth of the tail of a product of gate and up; 0 if it has none.
+    """Return the depth of the tail of a product; 0 if it has none.
 
     Args:
         num_numbers: rows of the first matrices of all slots.

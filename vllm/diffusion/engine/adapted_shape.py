@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.joined_weights import num_joined_rows
+from vllm.diffusion.adapters.joined_weights import joins_few_rows, num_joined_rows, tail_depth
 from vllm.diffusion.adapters.matrices import HEAD
 from vllm.diffusion.core import stages
 
@@ -29,7 +29,7 @@ class AdaptedBuffers:
     Args:
         slots: the slots of the adapters.
         specs: the widest weight of each use, by the last part of its path.
-        can_join: whether the first matrices may follow the weights.
+        can_join: whether weights may be multiplied together with matrices of adapters.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class AdaptedBuffers:
             if count == self.num_parts[use]
         }
         self._joined_uses = are_whole & specs.keys() if can_join else set()
+        has_tails = can_join and joins_few_rows(slots.max_rank)
+        self._tail_uses = self.num_parts.keys() & specs.keys() if has_tails else set()
 
     @property
     def gate_up(self) -> ops.WeightSpec:
@@ -72,6 +74,17 @@ class AdaptedBuffers:
             if num_further:
                 widths.append(columns + num_further)
         return (stages.joined_product(self.gate_up.dtype, max(widths)),) if max(widths) else ()
+
+    def by_slot(self, kind: type[ops.Projection], *uses: str) -> Listed:
+        """Return the buffer of products with the first matrices whose rows are a tail."""
+        depths = [0]
+        for use in self._tail_uses.intersection(uses) if ops.can_append(kind) else ():
+            spec = self._specs[use]
+            num_numbers = self._slots.num_slots * self.num_parts[use] * self._slots.max_rank
+            if spec.device.type == "cuda":
+                depths.append(tail_depth(num_numbers, spec.depth))
+        depth = max(depths)
+        return (stages.low_rank_by_slot(self.gate_up.dtype, depth),) if depth else ()
 
 
 def adapted_shape(
@@ -102,7 +115,7 @@ def _of_kind(
     gated = plain
     if buffers.num_parts[GATE_UP]:
         # Gate and up are stored before an adapter changes them. A step in which one kernel computes
-        # both (`ops.gated_with_tail`) takes less.
+        # both takes less.
         stored = buffers.joined(kind, GATE_UP)
         if not stored:
             project = kind.workspace(ops.ProjectionKind.PROJECT, buffers.gate_up).buffers
@@ -111,10 +124,14 @@ def _of_kind(
             gated=(*stored, *buffers.low(GATE_UP)), most_gated_rows=None, gated_limit=()
         )
     copy, wide = _copies(shape, buffers.gate_up, quantises=kind.quantises)
+
+    def low(*uses: str) -> Listed:
+        return *buffers.low(*uses), *buffers.joined(kind, *uses), *buffers.by_slot(kind, *uses)
+
     return gated._replace(
-        project=(*plain.project, *copy, *buffers.low(QKV), *buffers.joined(kind, QKV)),
+        project=(*plain.project, *copy, *low(QKV)),
         gated=(*gated.gated, *copy, *wide),
-        add_to=(*plain.add_to, *wide, *buffers.low(*HIDDEN), *buffers.joined(kind, *HIDDEN)),
+        add_to=(*plain.add_to, *wide, *low(*HIDDEN)),
         keeps_plain=kind.quantises,
     )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.ops.projection import Projection
-    from vllm_add_llada.cuda_kernels.fused_ops import Tiling
+    from vllm_add_llada.cuda_kernels.fused_ops import Adapters, Tiling
 
 
 def can_append(kind: type[Projection]) -> bool:
@@ -48,24 +48,68 @@ def _extended(stored: Tensor, num_rows: int) -> Tensor:
     return whole
 
 
-def can_add_tail(base: Projection) -> bool:
-    """Return whether a kernel computes silu(gate) * up with a tail for some numbers of rows."""
-    weight = base.matrix(ALL)
-    if weight is None or not has_fused_linear(weight, weight):
+def can_adapt(base: Projection) -> bool:
+    """Return whether kernels multiply by the weight and by adapters, for some numbers of rows."""
+    if not isinstance(base, PlainProjection):
         return False
-    return dispatch.has_gated_tiles(*weight.shape, card=dispatch.card_of(weight.device))
+    card = dispatch.card_of(base.weight.device)
+    is_hopper = card.tier is dispatch.KernelTier.HOPPER
+    return is_hopper and has_fused_linear(base.weight, base.weight)
 
 
-def tail_tiling(base: Projection, x: Tensor) -> Tiling | None:
-    """Return the tiling of `gated_with_tail` for rows x; None if it has none, or would be slow."""
-    weight = base.matrix(ALL)
-    if weight is None or not has_fused_linear(x, weight):
+def adapted_tiling(
+    base: PlainProjection, x: Tensor, epilogue: Epilogue, columns: slice = ALL
+) -> Tiling | None:
+    """Return the tiling of `multiply_adapted`; None if no tiling suits few rows x."""
+    weight, gated = base.weight[columns], epilogue is Epilogue.SILU_MUL
+    if not has_fused_linear(x, weight) or (gated and base.bias is not None):
         return None
-    return dispatch.tail_tiling(len(x), *weight.shape, card=dispatch.card_of(x.device))
+    card = dispatch.card_of(x.device)
+    tiling = dispatch.linear_tiling(len(x), *weight.shape, gated=gated, card=card)
+    return None if tiling is None or tiling.rows else tiling
+
+
+def multiply_adapted(
+    base: PlainProjection,
+    x: Tensor,
+    out: Tensor,
+    adapters: Adapters,
+    tiling: Tiling,
+    epilogue: Epilogue,
+    columns: slice = ALL,
+) -> None:
+    """Write the product of few rows with those of their adapters, or add both to `out`.
+
+    Args:
+        base: the projection of the weight.
+        x: rows [R, depth] in the model dtype.
+        out: [R, columns], or [R, columns / 2] for SILU_MUL, in the model dtype.
+        adapters: adapters of the rows, with all columns of the weight.
+        tiling: what `adapted_tiling` returns for the other arguments.
+        epilogue: operation on the sums.
+        columns: columns of the product.
+    """
+    fused_linear(
+        x,
+        base.weight[columns],
+        out,
+        tiling=tiling,
+        bias=None if base.bias is None else base.bias[columns],
+        epilogue=epilogue,
+        early=WEIGHTS_ARE_CONSTANT,
+        adapters=adapters._replace(up=adapters.up[columns]),
+    )
+
+
+def tail_tiling(base: PlainProjection, x: Tensor) -> Tiling | None:
+    """Return the tiling of `gated_with_tail` for rows x; None if it has none, or would be slow."""
+    if base.bias is not None or not has_fused_linear(x, base.weight):
+        return None
+    return dispatch.tail_tiling(len(x), *base.weight.shape, card=dispatch.card_of(x.device))
 
 
 def gated_with_tail(
-    base: Projection, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor], tiling: Tiling
+    base: PlainProjection, x: Tensor, out: Tensor, tail: tuple[Tensor, Tensor], tiling: Tiling
 ) -> None:
     """Write silu(gate) * up, where another product is added to both halves.
 
@@ -74,7 +118,5 @@ def gated_with_tail(
         tail: rows [R, K] and a weight [columns, K], in the model dtype.
         tiling: what `tail_tiling` returns for x.
     """
-    weight = base.matrix(ALL)
-    assert weight is not None
     epilogue, early = Epilogue.SILU_MUL, WEIGHTS_ARE_CONSTANT
-    fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=early, tail=tail)
+    fused_linear(x, base.weight, out, tiling=tiling, epilogue=epilogue, early=early, tail=tail)

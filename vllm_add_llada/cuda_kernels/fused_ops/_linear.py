@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from ._adapters import NO_ADAPTERS, Adapters
 from ._portable import has_portable, launch_portable, takes_columns
 from ._support import ahead_of, feeds_tensor_cores, launch, native, takes_pairs
 
@@ -68,6 +69,7 @@ def fused_linear(
     early: bool = False,
     ahead: Tensor | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
+    adapters: Adapters | None = None,
 ) -> Tensor:
     """Compute x W^T fused with the operation that follows it.
 
@@ -95,6 +97,9 @@ def fused_linear(
         tail: rows [R, K] and a weight [N, K], with the dtype and device of x; rows may be strided.
             Their product is added before the sums are rounded. Only with tiles of rows, for which K
             must be a multiple of 8, and with PyTorch.
+        adapters: adapters of the rows. The same kernel multiplies x by `down` and by the scales,
+            rounds, multiplies by `up`, and adds the result before the sums are rounded. Not with
+            tiles of rows or `PORTABLE`; slots * P * r must be a multiple of 8.
 
     Returns:
         `out`, or a new tensor.
@@ -107,14 +112,26 @@ def fused_linear(
     if tail is not None:
         _check_like("fused_linear", "tail", tail[0], x, (len(x), -1))
         _check_like("fused_linear", "tail", tail[1], x, (len(weight), tail[0].shape[1]))
-    can_add = tail is None or (tiling != PORTABLE and feeds_tensor_cores(*tail))
+    added = tail
+    if adapters is not None:
+        adapters.check("fused_linear", x, len(weight))
+        added = adapters.low, adapters.up
+    can_add = added is None or (tiling != PORTABLE and feeds_tensor_cores(*added))
     if tiling is None or not (can_add and _has_kernel(x, weight, out, tiling)):
+        if adapters is not None:
+            tail = adapters.multiply_down(x), adapters.up
         return _reference(x, weight, out, bias, epilogue, tail)
     if out is None:
         num_halves = 2 if epilogue is Epilogue.SILU_MUL else 1
         out = x.new_empty(len(x), len(weight) // num_halves)
     bias = None if bias is None else bias.contiguous()
-    launch_linear(x, weight, out, tiling, bias, epilogue, early=early, ahead=ahead, tail=tail)
+    launch_linear(
+        *(x, weight, out, tiling, bias, epilogue),
+        early=early,
+        ahead=ahead,
+        tail=tail,
+        adapters=adapters,
+    )
     return out
 
 
@@ -130,6 +147,7 @@ def launch_linear(
     ahead: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
     """Enqueue the kernel on checked tensors; `scales` are the scales of fp8 x and weight."""
     assert native is not None
@@ -158,6 +176,7 @@ def launch_linear(
         early=early,
         ahead=ahead_of(ahead),
         tail=_tail_of(tail),
+        adapters=NO_ADAPTERS if adapters is None else adapters.described(),
     )
 
 
