@@ -164,7 +164,7 @@ class AdaptedProjection(ops.Projection):
         return self._adapted.use(self._slots)
 
     def _can_join(self, num_rows: int) -> bool:
-        """Whether a product of `num_rows` rows can also have those with the first matrices."""
+        """Whether a product of `num_rows` rows can include the products with first matrices."""
         return self._extended is not None and num_rows >= MIN_JOINED_ROWS
 
     def _multiplies_once(

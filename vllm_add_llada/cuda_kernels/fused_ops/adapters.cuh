@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// LoRA adapters in a product of few rows: the numbers between both matrices of an adapter, which some
-// blocks of a kernel write and the other blocks of the same kernel read.
+// LoRA adapters in a product of few rows: the numbers between both matrices of an adapter, which
+// some blocks of a kernel write and the other blocks of the same kernel read.
 
 #pragma once
 
@@ -55,7 +55,8 @@ __device__ inline void count_waiting(const Adapters& adapters) {
   }
 }
 
-// What determines the numbers of a tile: the slot of every row, and slot and factor of every number.
+// What determines the numbers of a tile: the slot of every row, and slot and factor of every
+// number.
 template <int kNumbers, int kRows>
 struct LowTile {
   static constexpr int kNoSlot = -1;

@@ -66,16 +66,16 @@ struct LinearParams {
   int num_rows, num_columns, depth;
   Epilogue epilogue;
   Tiling tiling;
-  bool early;   // the launch may overlap the end of the previous kernel
-  Ahead ahead;  // not supported by launch_gated_linear
-  Tail tail;    // supported only by launch_gated_linear
+  bool early;         // the launch may overlap the end of the previous kernel
+  Ahead ahead;        // not supported by launch_gated_linear
+  Tail tail;          // supported only by launch_gated_linear
   Adapters adapters;  // supported only by launch_skinny_linear_adapted
 };
 
-// Enqueue the product: the first three for few rows (`Tiling` in Python states the limits), the gated
-// one for any number of rows. All return cudaErrorInvalidValue if there is no kernel for the tiling
-// or it does not divide the shape, and cudaErrorNotSupported if the driver lacks the call that
-// describes a matrix.
+// Enqueue the product: the first three for few rows (`Tiling` in Python states the limits), the
+// gated one for any number of rows. All return cudaErrorInvalidValue if there is no kernel for the
+// tiling or it does not divide the shape, and cudaErrorNotSupported if the driver lacks the call
+// that describes a matrix.
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_skinny_linear_adapted(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);

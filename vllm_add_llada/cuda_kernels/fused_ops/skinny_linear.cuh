@@ -17,11 +17,11 @@
 // next product reads, and the start of that data is fetched into the cache meanwhile.
 //
 // The products with LoRA adapters (`Adapters`) may be computed at the same time. The first tiles
-// then multiply x by the first matrices of all slots. They write `low`: numbers of a row's own slot,
-// and zeros for the other slots. All other tiles have further stages, in which `low` is multiplied
-// by the second matrices. They wait until `low` is complete, which takes less time than their own
-// stages, because all blocks fetch the first matrices into the cache before they begin. The first
-// tiles use multiprocessors that would be idle, and never wait for other tiles.
+// then multiply x by the first matrices of all slots. They write `low`: numbers of a row's own
+// slot, and zeros for the other slots. All other tiles have further stages, in which `low` is
+// multiplied by the second matrices. They wait until `low` is complete, which takes less time than
+// their own stages, because all blocks fetch the first matrices into the cache before they begin.
+// The first tiles use multiprocessors that would be idle, and never wait for other tiles.
 //
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and each row of the weight. Sums
 // are multiplied by the scales before any other operation. A stage has the same number of bytes for
@@ -476,8 +476,8 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     error = describe(&operands.low, adapters.low, params.num_rows, num_numbers, num_numbers, rows);
     if (error != cudaSuccess) return error;
-    error = describe(&operands.up, adapters.up, params.num_columns, num_numbers,
-                     adapters.up_stride, kPartColumns);
+    error = describe(&operands.up, adapters.up, params.num_columns, num_numbers, adapters.up_stride,
+                     kPartColumns);
     if (error != cudaSuccess) return error;
   }
   KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.bias),
@@ -504,20 +504,14 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   constexpr int kMostBytes = kSplit > 2 ? kSharedBytes / 2 - 1024 : kSharedBytes;
   constexpr int kLowBytes = kAdapts ? kLowTileBytes<kColumns, kGroups * kGroupRows> : 0;
   const int room = kMostBytes - kLowBytes - scale_bytes - kAlignment - behind - beside;
-  kernel_params.num_stages =
-      std::min({kMaxStages, room / kernel_params.stage_bytes, num_steps});
+  kernel_params.num_stages = std::min({kMaxStages, room / kernel_params.stage_bytes, num_steps});
   const int stages = kernel_params.num_stages * kernel_params.stage_bytes;
   kernel_params.sums = beside > 0 ? stages + behind : 0;
   const int shared_bytes = kAlignment + std::max(stages + behind + beside, sum_bytes);
-  const Launch launch{num_tiles * kSplit,
-                      kGroups * kGroupThreads + 32,
-                      stream,
-                      params.early,
-                      shared_bytes,
-                      kSplit};
-  return launch_kernel(
-      skinny_linear_kernel<kIsFp8, kAdapts, kColumns, kSplit, kGroups, kEpilogue>, launch, operands,
-      kernel_params);
+  const Launch launch{
+      num_tiles * kSplit, kGroups * kGroupThreads + 32, stream, params.early, shared_bytes, kSplit};
+  return launch_kernel(skinny_linear_kernel<kIsFp8, kAdapts, kColumns, kSplit, kGroups, kEpilogue>,
+                       launch, operands, kernel_params);
 }
 
 // Whether there is a kernel for a number of groups of four warps, with 64 rows each. There are
@@ -558,7 +552,8 @@ cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
   return dispatch_value<322, 324, 642, 961, 962, 1921>(columns_and_split, [&](auto tiling) {
     constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
     return params.epilogue == Epilogue::kResidual
-               ? launch_groups<kIsFp8, kAdapts, kColumns, kSplit, Epilogue::kResidual>(params, stream)
+               ? launch_groups<kIsFp8, kAdapts, kColumns, kSplit, Epilogue::kResidual>(params,
+                                                                                       stream)
                : launch_groups<kIsFp8, kAdapts, kColumns, kSplit, Epilogue::kStore>(params, stream);
   });
 }
