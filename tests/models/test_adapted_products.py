@@ -6,6 +6,7 @@ on, one product computes both.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,31 @@ def test_head(models: Models, num_rows: int) -> None:
         return model.compute_logits(x, scratch_of(model))
 
     check(models, num_rows, compute)
+
+
+@torch.no_grad()
+def test_shared_experts(load_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Without an adapter the bits are those of a model that takes no adapters."""
+    path = make_checkpoint(tmp_path / "checkpoint", family="llada2", seed=5)
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    model = load_model(path, "float32", **options)
+    slots, reader = add_slots(model, engine_config(path, "float32", **options), num_slots=1)
+    adapter = save_adapter(tmp_path / "adapter", random_adapter(path, rank=8, seed=1), rank=8)
+    slots.write(0, reader.read("adapter", str(adapter)))
+    others = (
+        load_model(path, "float32"),
+        load_model(merge(path, adapter, tmp_path / "merged"), "float32"),
+    )
+
+    def compute(other: DiffusionModel, num_rows: int) -> Tensor:
+        x = random_rows(model, num_rows)
+        other.layers[-1].mlp_stage.feed_forward(x, scratch_of(model))
+        return x
+
+    for num_rows in (1, 40, 300):
+        plain, merged = (compute(other, num_rows) for other in others)
+        assert torch.equal(compute(model, num_rows), plain)
+        with model.adapting.sampling(RowSlots.of([0], [num_rows])):
+            given = compute(model, num_rows)
+        assert (given - merged).norm() < 1e-5 * merged.norm()
+        assert (given - plain).norm() > 0.01 * plain.norm()

@@ -53,7 +53,7 @@ class AdaptedProjection(ops.Projection):
         self._base.precedes(following)
 
     def matrix(self, columns: slice) -> Tensor | None:
-        return None if self._is_used else self._base.matrix(columns)
+        return None if self.is_used else self._base.matrix(columns)
 
     @classmethod
     def workspace(cls, use: Any, matrix: Any) -> Any:
@@ -69,7 +69,7 @@ class AdaptedProjection(ops.Projection):
 
         A projection that multiplies rows of fp8 then quantises them itself, to the same numbers.
         """
-        if self._is_used:
+        if self.is_used:
             return buffer.take(scratch, num_rows)
         return self._base.rows(buffer, num_rows, scratch)
 
@@ -81,7 +81,7 @@ class AdaptedProjection(ops.Projection):
         self._expand(low, out, columns)
 
     def gated(self, x: Any, out: Any, scratch: Buffers) -> None:
-        if not self._is_used:
+        if not self.is_used:
             self._base.gated(x, out, scratch)
             return
         if self._adapts(x, out, self._adapted.tiles, scratch, ops.Epilogue.SILU_MUL):
@@ -111,7 +111,7 @@ class AdaptedProjection(ops.Projection):
         self._expand(low, out)
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
-        if not (self._base.is_summed and self._is_used):
+        if not (self._base.is_summed and self.is_used):
             is_whole = features == ALL
             if is_whole and self._multiplies_once(h, x, scratch, ops.Epilogue.RESIDUAL):
                 return
@@ -159,7 +159,7 @@ class AdaptedProjection(ops.Projection):
                 self._write(x, out, tiles, scratch, adds=adds)
 
     @property
-    def _is_used(self) -> bool:
+    def is_used(self) -> bool:
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
 
@@ -174,7 +174,7 @@ class AdaptedProjection(ops.Projection):
 
         Columns may be given as numbers, also if they are all.
         """
-        if not self._is_used:
+        if not self.is_used:
             return False
         tiles, bounds = self._adapted.tiles, columns.indices(self._columns)
         if self._adapts(x, out, tiles, scratch, epilogue, slice(*bounds)):
@@ -285,7 +285,7 @@ class AdaptedProjection(ops.Projection):
         Yields:
             The result, complete when the block has ended; None if no adapter changes the product.
         """
-        if not (num_rows and self._is_used):
+        if not (num_rows and self.is_used):
             yield None
             return
         matrices = self._slots.matrices

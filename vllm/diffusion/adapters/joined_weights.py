@@ -59,8 +59,9 @@ def append_matrices(
     """
     num_numbers = prod(shape[:-1])
     num_rows = num_joined_rows(num_numbers, columns)
-    if not (num_rows and isinstance(base, ops.PlainProjection)):
+    if not (num_rows and ops.can_move(base)):
         return None
+    assert isinstance(base, ops.PlainProjection)
     extended, rows = ops.append_rows(base, num_rows)
     return extended, rows[:num_numbers].view(*shape)
 

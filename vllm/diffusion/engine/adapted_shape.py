@@ -88,7 +88,10 @@ class AdaptedBuffers:
 
 
 def adapted_shape(
-    shape: ModelShape, buffers: AdaptedBuffers, kinds: Sequence[type[ops.Projection]]
+    shape: ModelShape,
+    buffers: AdaptedBuffers,
+    kinds: Sequence[type[ops.Projection]],
+    shared_width: int,
 ) -> ModelShape:
     """Return the sizes of a model, including the sizes of steps with adapters.
 
@@ -96,12 +99,16 @@ def adapted_shape(
         shape: the sizes of other steps.
         buffers: buffers of the products.
         kinds: classes of the model's projections.
+        shared_width: width of the shared expert on a rank, which is apart in steps with adapters;
+            0 without one.
     """
+    experts = shape.experts
     adapted = replace(
         shape,
         products=tuple(
             _of_kind(shape, buffers, *pair) for pair in zip(kinds, shape.products, strict=True)
         ),
+        experts=experts and replace(experts, shared_width=shared_width),
         head=(*shape.head, *buffers.low(HEAD)),
         split_bytes=shape.split_bytes + buffers.split_bytes,
     )

@@ -191,7 +191,7 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
         experts=_experts(
             config,
             num_ranks,
-            is_plain=vllm_config.quant_config is None and vllm_config.lora_config is None,
+            is_plain=vllm_config.quant_config is None,
             quantises=any(kind.quantises for kind in kinds),
         ),
         can_group_heads=architecture.has_equal_layers
@@ -207,8 +207,8 @@ def model_shape(vllm_config: VllmConfig, device: torch.device | None = None) -> 
     slots = slots_of(vllm_config)
     if slots is None:
         return shape
-    can_join = not model.enable_sleep_mode
-    return adapted_shape(shape, AdaptedBuffers(slots, specs, can_join=can_join), kinds)
+    buffers = AdaptedBuffers(slots, specs, can_join=not model.enable_sleep_mode)
+    return adapted_shape(shape, buffers, kinds, architecture.shared_expert_width // num_ranks)
 
 
 def _weight_specs(vllm_config: VllmConfig, device: torch.device) -> dict[str, ops.WeightSpec]:

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.stages import beside_experts, of_experts
+from vllm.diffusion.layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.diffusion.core.stages import Buffer, Buffers
-    from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.norm import RMSNorm
 
 
@@ -38,9 +38,22 @@ class ExpertsMLP:
     is_invariant: bool = False
 
     @property
-    def _has_joined(self) -> bool:
+    def has_joined(self) -> bool:
         """Whether the shared expert is stored together with the others."""
         return self.w1.num_experts > len(self.gate)
+
+    def apart(self) -> ExpertsMLP:
+        """Return this stage with the shared expert as `shared`, over the same plain weights."""
+        w1, w2 = self.w1, self.w2
+        assert self.has_joined and isinstance(w1, ops.DenseExperts)
+        assert isinstance(w2, ops.DenseExperts)
+        gate_up, down = (ops.plain_projection(weights.values[0]) for weights in (w1, w2))
+        w1, w2 = (ops.DenseExperts(weights.values[1:]) for weights in (w1, w2))
+        return replace(self, w1=w1, w2=w2, shared=GatedMLP(self.norm, gate_up, down, w2.depth))
+
+    def with_shared(self, shared: GatedMLP) -> ExpertsMLP:
+        """Return this stage with another shared expert."""
+        return replace(self, shared=shared)
 
     @property
     def products(self) -> tuple[ops.Projection, ...]:
@@ -73,7 +86,7 @@ class ExpertsMLP:
                 buffers,
                 addend=addend,
                 in_fp32=self.scoring.in_fp32,
-                has_shared=self._has_joined,
+                has_shared=self.has_joined,
                 is_invariant=self.is_invariant,
             )
 
@@ -81,7 +94,7 @@ class ExpertsMLP:
         return of_experts(
             x.shape[1],
             self.w1.num_experts,
-            self.num_chosen + self._has_joined,
+            self.num_chosen + self.has_joined,
             self.w2.depth,
             x.dtype,
             in_fp32=self.scoring.in_fp32,
@@ -96,6 +109,6 @@ class ExpertsMLP:
             self.num_chosen,
             self.bias,
             self.scoring,
-            has_shared=self._has_joined,
+            has_shared=self.has_joined,
             is_invariant=self.is_invariant,
         )

@@ -3,20 +3,63 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.diffusion.adapters.adapted_projection import AdaptedProjection
 from vllm.diffusion.adapters.adapted_rows import AdaptedRows
 from vllm.diffusion.adapters.slot_memory import LayerProduct
 from vllm.diffusion.layers.mlp import GatedMLP
+from vllm.diffusion.layers.moe import ExpertsMLP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
     from vllm.diffusion import ops
     from vllm.diffusion.adapters.slot_memory import SlotMemory
+    from vllm.diffusion.core.stages import Buffers
     from vllm.diffusion.models.base import DiffusionModel
+
+
+@dataclass(frozen=True)
+class AdaptedExperts:
+    """Experts that are stored with the shared expert, which adapters may change.
+
+    Attributes:
+        joined: the stage for rows that no adapter changes.
+        apart: the stage with adapters, over the same weights.
+    """
+
+    joined: ExpertsMLP
+    apart: ExpertsMLP
+
+    @property
+    def products(self) -> tuple[ops.Projection, ...]:
+        """Empty, as in `ExpertsMLP`."""
+        return self.joined.products
+
+    @property
+    def shared(self) -> GatedMLP | None:
+        """The shared expert, with adapters."""
+        return self.apart.shared
+
+    def with_shared(self, shared: GatedMLP) -> AdaptedExperts:
+        """Return the stage with another shared expert."""
+        return replace(self, apart=self.apart.with_shared(shared))
+
+    def feed_forward(self, x: Tensor, buffers: Buffers) -> None:
+        """Add the experts' products to x [R, D] in place; see `ExpertsMLP`."""
+        assert self.shared is not None
+        is_changed = any(_is_used(product) for product in self.shared.products)
+        stage = self.apart if is_changed else self.joined
+        stage.feed_forward(x, buffers)
+
+
+def _is_used(product: ops.Projection) -> bool:
+    """Return whether adapters of the current rows may change a product."""
+    return isinstance(product, AdaptedProjection) and product.is_used
 
 
 def install_adapters(
@@ -76,9 +119,19 @@ def _change_products(
         stage = layer.mlp_stage
         if isinstance(stage, GatedMLP):
             layer.mlp_stage = changed_mlp(stage, f"{path}.mlp")
-        elif stage.shared is not None:
+            continue
+        if isinstance(stage, ExpertsMLP) and stage.has_joined:
+            stage = AdaptedExperts(stage, stage.apart())
+        if stage.shared is not None:
             shared = changed_mlp(stage.shared, f"{path}.mlp.shared_experts")
-            layer.mlp_stage = replace(stage, shared=shared)
+            layer.mlp_stage = stage.with_shared(shared)
+
+
+def feed_forward_stages(
+    stage: GatedMLP | ExpertsMLP | AdaptedExperts,
+) -> tuple[GatedMLP | ExpertsMLP, ...]:
+    """Return the stages that a layer may run, which differ in their kernels."""
+    return (stage.joined, stage.apart) if isinstance(stage, AdaptedExperts) else (stage,)
 
 
 def adapted_products(model: DiffusionModel) -> Iterator[tuple[AdaptedProjection, bool]]:

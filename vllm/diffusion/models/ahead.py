@@ -21,7 +21,7 @@ from vllm.diffusion.core.pages import PAGE_SIZE
 from vllm.diffusion.core.spans import AttentionLayout, PageTable
 from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.guided import joint
-from vllm.diffusion.models.adapted_layers import adapted_products
+from vllm.diffusion.models.adapted_layers import adapted_products, feed_forward_stages
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def kernel_calls(model: DiffusionModel, device: torch.device) -> Iterator[Callab
         layer = model.layers[max(layers)]
         for rows in _EXPERT_ROWS:
             x = zeros(rows, model.hidden_size)
-            yield functools.partial(layer.mlp_stage.feed_forward, x, FreshBuffers(device))
+            for stage in feed_forward_stages(layer.mlp_stage):
+                yield functools.partial(stage.feed_forward, x, FreshBuffers(device))
     if model.adapting is not None:
         yield from _adapter_calls(model)
 

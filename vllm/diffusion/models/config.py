@@ -109,8 +109,7 @@ class Architecture(NamedTuple):
     def joins_shared_expert(self, *, is_plain: bool) -> bool:
         """Whether the shared expert is stored with the others.
 
-        This requires the same width as the others, and plain weights: neither quantised nor with
-        adapters, which the other experts do not have.
+        This requires the same width as the others, and plain weights.
         """
         return is_plain and 0 < self.shared_expert_width == self.expert_width
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vllm.config import get_current_vllm_config
 from vllm.diffusion import ops
 from vllm.diffusion.core.errors import CheckpointError
 from vllm.diffusion.layers.moe import ExpertsMLP
@@ -60,7 +59,7 @@ class MixtureMLP(nn.Module):
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             owner = self.gate if self.expert_bias_of == "mlp.gate" else self
             owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
-        is_plain = quant_config is None and get_current_vllm_config().lora_config is None
+        is_plain = quant_config is None
         self.num_joined = int(architecture.joins_shared_expert(is_plain=is_plain))
         num_stacked = self.num_joined + config.num_experts
         self.w1 = expert_matrices(num_stacked, 2, (inner, width), 0, scheme)

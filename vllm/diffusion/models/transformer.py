@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.layers.mlp import GatedMLP
     from vllm.diffusion.layers.moe import ExpertsMLP
     from vllm.diffusion.layers.rotary import Rotary
+    from vllm.diffusion.models.adapted_layers import AdaptedExperts
     from vllm.diffusion.models.config import Architecture, DiffusionConfig
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -76,7 +77,7 @@ class DiffusionLayer(nn.Module):
         return Fp8Attention(self.attention)
 
     @functools.cached_property
-    def mlp_stage(self) -> GatedMLP | ExpertsMLP:
+    def mlp_stage(self) -> GatedMLP | ExpertsMLP | AdaptedExperts:
         """The feed-forward stage; available after the weights are loaded."""
         return self.mlp.stage(self.post_attention_layernorm)
 

@@ -40,8 +40,10 @@ from vllm.diffusion.ops.joined_products import (
     append_rows,
     can_adapt,
     can_append,
+    can_move,
     gated_with_tail,
     multiply_adapted,
+    plain_projection,
     tail_tiling,
 )
 from vllm.diffusion.ops.kinds import (
@@ -141,6 +143,7 @@ __all__ = [
     "attention",
     "can_adapt",
     "can_append",
+    "can_move",
     "candidates",
     "check_invariant",
     "embed_rows",
@@ -167,6 +170,7 @@ __all__ = [
     "negative_entropy",
     "norm_rotary",
     "philox_uniform",
+    "plain_projection",
     "projection_of",
     "quantise_packed",
     "quantise_rows",

@@ -26,6 +26,19 @@ def can_append(kind: type[Projection]) -> bool:
     return issubclass(kind, PlainProjection)
 
 
+def can_move(base: Projection) -> bool:
+    """Return whether the weight is a matrix of its own, to which rows can be appended."""
+    if not isinstance(base, PlainProjection):
+        return False
+    return base.weight.untyped_storage().nbytes() == base.weight.nbytes
+
+
+def plain_projection(weight: Tensor) -> PlainProjection:
+    """Return the projection of a weight [columns, depth] without a bias, on this rank."""
+    layer: Any = SimpleNamespace(weight=weight, bias=None)
+    return PlainProjection(layer)
+
+
 def append_rows(base: PlainProjection, num_rows: int) -> tuple[PlainProjection, Tensor]:
     """Append rows to a weight, before the first step.
 
