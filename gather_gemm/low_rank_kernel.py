@@ -29,7 +29,10 @@ def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.conste
     slot = tl.load(entry, cache_modifier=".cg").to(tl.int64)
     start = tl.load(entry + 1, cache_modifier=".cg")
     count = tl.load(entry + 2, cache_modifier=".cg")
-    offsets = tl.program_id(0) % SHARES * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % SHARES * ROWS
+    # A share without rows has no work.
+    slot = tl.where(first < count, slot, -1)
+    offsets = first + tl.arange(0, ROWS)
     rows = start - first_row + offsets
     is_row = (offsets < count) & (rows >= 0) & (rows < num_rows)
     return slot, rows.to(tl.int64), is_row

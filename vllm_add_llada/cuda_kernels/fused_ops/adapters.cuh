@@ -63,27 +63,33 @@ struct LowTile {
   int first, slots_of_rows[kRows], slots[kNumbers];
   float factors[kNumbers];
 
-  // Called by the first `num_threads` threads.
+  // Called by the first `num_threads` threads. The tables are not in the cache, and other blocks
+  // read from memory at the same time, so all loads begin before the first one is waited for.
   __device__ void prepare(const Adapters& adapters, int first_number, int num_rows,
                           int num_threads) {
     if (threadIdx.x == 0) first = first_number;
     for (int row = threadIdx.x; row < kRows; row += num_threads) slots_of_rows[row] = kNoSlot;
+    int tile = threadIdx.x, slot = kNoSlot, start = 0, count = 0;
+    const auto load_tile = [&]() {
+      const int* entry = adapters.tiles + 3 * tile;
+      slot = entry[0], start = entry[1] - adapters.first_row, count = entry[2];
+    };
+    if (tile < adapters.num_tiles) load_tile();
     for (int i = threadIdx.x; i < kNumbers; i += num_threads) {
-      const int number = first_number + i, part = number / adapters.max_rank;
-      const int slot = part / adapters.num_parts, own_part = part % adapters.num_parts;
-      slots[i] = kNoSlot - 1;
-      if (number >= adapters.num_numbers) continue;
-      const int rank = adapters.ranks[slot * adapters.table_stride + own_part];
-      if (number % adapters.max_rank < rank) slots[i] = slot;
-      factors[i] = adapters.scales[slot * adapters.table_stride + own_part];
+      const int number = min(first_number + i, adapters.num_numbers - 1);
+      const int part = number / adapters.max_rank, own_slot = part / adapters.num_parts;
+      const int place = own_slot * adapters.table_stride + part % adapters.num_parts;
+      const int rank = adapters.ranks[place];
+      factors[i] = adapters.scales[place];
+      slots[i] = number % adapters.max_rank < rank ? own_slot : kNoSlot - 1;
     }
     sync_first(num_threads);
-    for (int tile = threadIdx.x; tile < adapters.num_tiles; tile += num_threads) {
-      const int* entry = adapters.tiles + 3 * tile;
-      const int slot = entry[0], start = entry[1] - adapters.first_row, count = entry[2];
+    while (tile < adapters.num_tiles) {
       for (int row = max(start, 0); row < min(start + count, num_rows); ++row) {
         slots_of_rows[row] = slot;
       }
+      tile += num_threads;
+      if (tile < adapters.num_tiles) load_tile();
     }
     sync_first(num_threads);
   }
