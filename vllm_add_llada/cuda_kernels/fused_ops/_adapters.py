@@ -17,10 +17,9 @@ class Adapters(NamedTuple):
     maximum rank, N the number of columns of the product. Matrices have the dtype of x.
 
     Attributes:
-        down: first matrices [slots, P, r, D], contiguous. Numbers of higher ranks than those in use
-            must be finite.
+        down: first matrices [slots, P, r, D], contiguous.
         up: second matrices [N, slots * P * r], zeros where a part has no columns; rows may be
-            strided.
+            strided. Numbers of ranks that are not in use must be finite.
         ranks: int32 [slots, P], the ranks in use.
         scales: fp32 [slots, P], factors of the products, with the strides of `ranks`.
         tiles: int32 [tiles, 3], contiguous: slot, first row, number of rows. The slot of rows
