@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters whose products belong to the sums of another product."""
+"""LoRA adapters whose products belong to the sums of another product.
+
+A kernel multiplies x by `down` and by the scales, rounds the result to `low`, and multiplies it by
+`up`.
+"""
 
 from typing import NamedTuple
 
