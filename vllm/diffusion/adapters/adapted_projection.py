@@ -172,7 +172,7 @@ class AdaptedProjection(ops.Projection):
     ) -> bool:
         """Multiply by the weight and by first matrices at once; False if no kernel can.
 
-        Columns may be given as numbers, also if they are all.
+        `columns` may give numbers for all columns, too.
         """
         if not self.is_used:
             return False
