@@ -181,11 +181,11 @@ def ways_of(
     epilogue = Epilogue.RESIDUAL if use in ("out", "down") else Epilogue.STORE
     whole = Epilogue.SILU_MUL if is_gated else epilogue
     card = dispatch.card_of(x.device)
-    tiling, gated_tiling = (
-        dispatch.linear_tiling(num_rows, num_columns, depth, gated=gated, card=card)
-        for gated in (False, is_gated)
+    tiling, whole_tiling = (
+        dispatch.linear_tiling(num_rows, num_columns, depth, gated=has_silu, card=card)
+        for has_silu in (False, is_gated)
     )
-    once = partial(fused_linear, x, weight, gated, tiling=gated_tiling, epilogue=whole, early=True)
+    once = partial(fused_linear, x, weight, gated, tiling=whole_tiling, epilogue=whole, early=True)
 
     def apart() -> None:
         fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=True)

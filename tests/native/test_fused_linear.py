@@ -128,7 +128,7 @@ def test_a_tail_is_added_before_rounding(generator, tail_depth, tile_rows, num_r
 def adapters_of(generator, num_rows, num_columns, depth, parts, max_rank, device, dtype):
     """Return adapters in three slots, and what each row adds: a matrix [N, D] in float64.
 
-    Rows without an adapter are between the others. Of the last slot, no rank is in use.
+    Rows without an adapter are between the other rows. The adapter in the last slot has no rank.
     """
 
     def random(*shape, scale=1.0):

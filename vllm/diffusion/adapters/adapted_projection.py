@@ -170,12 +170,10 @@ class AdaptedProjection(ops.Projection):
     def _multiplies_once(
         self, x: Any, out: Tensor, scratch: Buffers, epilogue: ops.Epilogue, columns: slice = ALL
     ) -> bool:
-        """Multiply by the weight and by first matrices at once; False if no kernel can.
-
-        `columns` may give numbers for all columns, too.
-        """
+        """Multiply by the weight and by first matrices at once; False if no kernel can."""
         if not self.is_used:
             return False
+        # A slice of all columns may have numbers as its bounds.
         tiles, bounds = self._adapted.tiles, columns.indices(self._columns)
         if self._adapts(x, out, tiles, scratch, epilogue, slice(*bounds)):
             return True
@@ -193,44 +191,43 @@ class AdaptedProjection(ops.Projection):
         epilogue: ops.Epilogue,
         columns: slice = ALL,
     ) -> bool:
-        """Add the adapters' products before the result is rounded; False if no kernel can."""
-        if self._slots.tail is None:
-            return False
-        if len(x) < MIN_JOINED_ROWS:
-            return self._adapts_few(x, out, tiles, scratch, epilogue, columns)
-        return epilogue is ops.Epilogue.SILU_MUL and self._gated_with_tail(x, out, tiles, scratch)
+        """Add the adapters' products before the result is rounded; False if no kernel can.
 
-    def _adapts_few(
-        self,
-        x: Tensor,
-        out: Tensor,
-        tiles: ops.Tiles,
-        scratch: Buffers,
-        epilogue: ops.Epilogue,
-        columns: slice,
-    ) -> bool:
-        """Compute the products of few rows and of their adapters in one kernel."""
-        slots, base = self._slots, self._base
-        down, max_rank, up = slots.matrices.down, slots.matrices.up.shape[1], slots.tail
-        if up is None or not joins_few_rows(max_rank):
+        One kernel multiplies few rows by the weight and by both matrices of their adapters.
+        """
+        base, slots = self._base, self._slots
+        matrices, up = slots.matrices, slots.tail
+        if up is None:
             return False
         assert isinstance(base, ops.PlainProjection)
+        if len(x) >= MIN_JOINED_ROWS:
+            is_gated = epilogue is ops.Epilogue.SILU_MUL
+            return is_gated and self._gated_with_tail(base, x, out, up, tiles, scratch)
+        if not joins_few_rows(matrices.up.shape[1]):
+            return False
         tiling = ops.adapted_tiling(base, x, epilogue, columns)
         if tiling is None:
             return False
-        tables = slots.matrices.ranks, slots.matrices.scales, tiles.table, tiles.first_row
+        tables = matrices.ranks, matrices.scales, tiles.table, tiles.first_row
         low = stages.low_rank_by_slot(x.dtype, up.shape[1]).take(scratch, len(x))
-        adapters = ops.Adapters(down, up, *tables, low, slots.counters)
+        adapters = ops.Adapters(matrices.down, up, *tables, low, slots.counters)
         ops.multiply_adapted(base, x, out, adapters, tiling, epilogue, columns)
         return True
 
-    def _gated_with_tail(self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers) -> bool:
+    def _gated_with_tail(
+        self,
+        base: ops.PlainProjection,
+        x: Tensor,
+        out: Tensor,
+        tail: Tensor,
+        tiles: ops.Tiles,
+        scratch: Buffers,
+    ) -> bool:
         """Write silu(gate) * up of many rows, with the adapters' products."""
-        base, tail, matrices = self._base, self._slots.tail, self._slots.matrices
-        assert isinstance(base, ops.PlainProjection)
         tiling = ops.tail_tiling(base, x)
-        if tail is None or tiling is None:
+        if tiling is None:
             return False
+        matrices = self._slots.matrices
         parts = ops.take_low(matrices, len(x), scratch)
         by_slot = stages.low_rank_by_slot(x.dtype, tail.shape[1]).take(scratch, len(x))
         ops.shrink(x, matrices, tiles, parts, by_slot)

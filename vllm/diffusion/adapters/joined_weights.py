@@ -67,7 +67,7 @@ def append_matrices(
 
 
 def joins_few_rows(max_rank: int) -> bool:
-    """Return whether one kernel should compute a product of few rows with those of adapters."""
+    """Return whether one kernel should multiply few rows by a weight and by adapters."""
     return max_rank >= _MIN_JOINED_RANK
 
 

@@ -69,8 +69,7 @@ class AdaptedBuffers:
         widths = [0]
         for use in self._joined_uses.intersection(uses) if ops.can_append(kind) else ():
             columns = self._specs[use].columns
-            num_parts = self._slots.num_slots * self.num_parts[use]
-            num_further = num_joined_rows(num_parts * self._slots.max_rank, columns)
+            num_further = num_joined_rows(self._num_numbers(use), columns)
             if num_further:
                 widths.append(columns + num_further)
         return (stages.joined_product(self.gate_up.dtype, max(widths)),) if max(widths) else ()
@@ -80,11 +79,14 @@ class AdaptedBuffers:
         depths = [0]
         for use in self._tail_uses.intersection(uses) if ops.can_append(kind) else ():
             spec = self._specs[use]
-            num_numbers = self._slots.num_slots * self.num_parts[use] * self._slots.max_rank
             if spec.device.type == "cuda":
-                depths.append(tail_depth(num_numbers, spec.depth))
+                depths.append(tail_depth(self._num_numbers(use), spec.depth))
         depth = max(depths)
         return (stages.low_rank_by_slot(self.gate_up.dtype, depth),) if depth else ()
+
+    def _num_numbers(self, use: str) -> int:
+        """Return the rows of the first matrices of all slots."""
+        return self._slots.num_slots * self.num_parts[use] * self._slots.max_rank
 
 
 def adapted_shape(

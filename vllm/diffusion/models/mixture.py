@@ -59,8 +59,7 @@ class MixtureMLP(nn.Module):
             bias = torch.empty(config.num_experts, dtype=torch.float32)
             owner = self.gate if self.expert_bias_of == "mlp.gate" else self
             owner.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
-        is_plain = quant_config is None
-        self.num_joined = int(architecture.joins_shared_expert(is_plain=is_plain))
+        self.num_joined = int(architecture.joins_shared_expert(is_plain=quant_config is None))
         num_stacked = self.num_joined + config.num_experts
         self.w1 = expert_matrices(num_stacked, 2, (inner, width), 0, scheme)
         self.w2 = expert_matrices(num_stacked, 1, (width, inner), 1, scheme)

@@ -33,9 +33,9 @@ def can_move(base: Projection) -> bool:
     return base.weight.untyped_storage().nbytes() == base.weight.nbytes
 
 
-def plain_projection(weight: Tensor) -> PlainProjection:
-    """Return the projection of a weight [columns, depth] without a bias, on this rank."""
-    layer: Any = SimpleNamespace(weight=weight, bias=None)
+def plain_projection(weight: Tensor, bias: Tensor | None = None) -> PlainProjection:
+    """Return the projection of a weight [columns, depth] and a bias [columns] on this rank."""
+    layer: Any = SimpleNamespace(weight=weight, bias=bias)
     return PlainProjection(layer)
 
 
@@ -48,8 +48,8 @@ def append_rows(base: PlainProjection, num_rows: int) -> tuple[PlainProjection, 
         a projection with all rows, and the new ones [num_rows, depth], which are zeros.
     """
     bias = None if base.bias is None else _extended(base.bias, num_rows)
-    layer: Any = SimpleNamespace(weight=_extended(base.weight, num_rows), bias=bias)
-    return PlainProjection(layer), layer.weight[-num_rows:]
+    weight = _extended(base.weight, num_rows)
+    return plain_projection(weight, bias), weight[-num_rows:]
 
 
 def _extended(stored: Tensor, num_rows: int) -> Tensor:
@@ -91,7 +91,7 @@ def multiply_adapted(
     epilogue: Epilogue,
     columns: slice = ALL,
 ) -> None:
-    """Write the product of few rows with those of their adapters, or add both to `out`.
+    """Write the products of few rows with a weight and with adapters, or add both to `out`.
 
     Args:
         base: the projection of the weight.

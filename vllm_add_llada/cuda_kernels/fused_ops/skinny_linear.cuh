@@ -159,7 +159,7 @@ __device__ void produce(const Ring<>& ring, const Operands<kAdapts>& operands,
     copy_rows(ring, &operands.x, stage, stages.first_depth + step * kElements);
   };
   if constexpr (kAdapts) {
-    // The few blocks that multiply by the first matrices would wait long for them.
+    // Every block prefetches a share, because few blocks read the first matrices.
     const Adapters& adapters = operands.adapters;
     fetch_share(adapters.down, adapters.down_bytes);
   }
