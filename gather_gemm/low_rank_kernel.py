@@ -21,21 +21,19 @@ from .overlap import begin, overlaps
 
 @triton.jit
 def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.constexpr):
-    """Return a program's slot, its rows, and which of them it computes; SHARES divide a tile.
+    """Return a program's slot, its rows, which of them it computes, and whether there are any.
 
-    Loads of tables and matrices bypass L1, because they precede the wait for earlier kernels.
+    SHARES programs divide a tile. Loads of tables and matrices bypass L1, because they precede the wait for earlier kernels.
     """
     entry = tiles + 3 * (tl.program_id(0) // SHARES)
     slot = tl.load(entry, cache_modifier=".cg").to(tl.int64)
     start = tl.load(entry + 1, cache_modifier=".cg")
     count = tl.load(entry + 2, cache_modifier=".cg")
     first = tl.program_id(0) % SHARES * ROWS
-    # A share without rows has no work.
-    slot = tl.where(first < count, slot, -1)
     offsets = first + tl.arange(0, ROWS)
     rows = start - first_row + offsets
     is_row = (offsets < count) & (rows >= 0) & (rows < num_rows)
-    return slot, rows.to(tl.int64), is_row
+    return slot, rows.to(tl.int64), is_row, first < count
 
 
 @triton.jit
@@ -113,7 +111,10 @@ def shrink_kernel(
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    slot, rows, is_row, has_rows = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    if not has_rows:
+        begin(OVERLAPS)
+        return
     rank = 0
     for part in tl.static_range(PARTS):
         rank = tl.maximum(rank, _read_rank(ranks, slot, part, ranks_stride))
@@ -282,7 +283,10 @@ def expand_kernel(
     RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    slot, rows, is_row, has_rows = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    if not has_rows:
+        begin(OVERLAPS)
+        return
     block = tl.program_id(1)
     begin1 = tl.cdiv(count0, COLUMNS)
     begin2 = begin1 + tl.cdiv(count1, COLUMNS)
@@ -357,7 +361,10 @@ def gated_expand_kernel(
     RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    slot, rows, is_row, has_rows = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    if not has_rows:
+        begin(OVERLAPS)
+        return
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < width
     # A tile without a slot has the rank 0, so that nothing of these addresses is read.

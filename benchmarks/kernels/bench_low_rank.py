@@ -18,12 +18,6 @@ checkpoint's weight:
     plain    without adapters, by the kernels that `vllm.diffusion.ops.dispatch` chooses
     stored   a product that includes the products with A, which is stored, and an expand
     tail     a shrink, and a product that also multiplies by B, in tiles of rows
-
-A third table has the time of every product as a whole with up to 64 rows:
-
-    plain    without adapters
-    apart    the product, a shrink and an expand, one after the other
-    once     one kernel (`fused_linear` with adapters)
 """
 
 from __future__ import annotations
@@ -42,11 +36,11 @@ from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, random_
 from gather_gemm import LowRank, Piece, Tiles, expand, gated_expand, low_rank_tile, shrink
 from vllm.diffusion.core.stages import FreshBuffers
 from vllm.diffusion.ops import dispatch, silu_mul, take_low, tile_table
-from vllm_add_llada.cuda_kernels.fused_ops import Adapters, Epilogue, Tiling, fused_linear
+from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -55,11 +49,6 @@ NUM_LAYERS = 4
 USES = ("qkv", "out", "gate_up", "down")
 NAMES = (*(f"{kind} {use} us" for use in USES for kind in ("shrink", "expand")), "silu us")
 COLUMNS = dict.fromkeys(("rows", *NAMES, "all us", "cublas us", "floor us"), ">18.4g")
-MAX_FEW_ROWS = 64
-WAYS = ("plain", "apart", "once")
-FEW_COLUMNS = dict.fromkeys(
-    ("rows", *(f"{use} {way} us" for use in USES for way in WAYS)), ">17.4g"
-)
 GATED_COLUMNS = dict.fromkeys(("rows", "plain us", "stored us", "tail us"), ">10.4g")
 
 
@@ -93,8 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(options.json, title, COLUMNS, (measure(rows, options) for rows in options.rows))
     gated = (measure_gated(rows, options) for rows in options.rows)
     report(None, f"gate and up with {title}", GATED_COLUMNS, gated)
-    few = (measure_few(rows, options) for rows in options.rows if rows <= MAX_FEW_ROWS)
-    report(None, f"few rows with {title}", FEW_COLUMNS, few)
 
 
 def tiles_of(num_rows: int, num_slots: int) -> Tiles:
@@ -150,52 +137,6 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
     calls = {name: [partial(way, *layer) for layer in layers] for name, way in ways.items()}
     times = compare(calls, repeats=options.repeats).values()
     return [num_rows, *(timing.median_us for timing in times)]
-
-
-def measure_few(num_rows: int, options: argparse.Namespace) -> list[float]:
-    """Measure a row of the table of few rows."""
-    layers = [products_of(num_rows, options) for _ in range(NUM_LAYERS)]
-    us = list[float]()
-    for use in USES:
-        ways = [ways_of(use, layer[use], options) for layer in layers]
-        calls = {way: [own[way] for own in ways] for way in WAYS}
-        us += [timing.median_us for timing in compare(calls, repeats=options.repeats).values()]
-    return [num_rows, *us]
-
-
-def ways_of(
-    use: str, product: Product, options: argparse.Namespace
-) -> dict[str, Callable[[], object]]:
-    """Return how a product of few rows is computed, by the names of `WAYS`."""
-    x, out, matrices = product.x, product.out, product.matrices
-    num_rows, depth, num_columns = len(x), x.shape[1], out.shape[1]
-    tiles = tiles_of(num_rows, options.slots)
-    weight = random_rows(num_columns, depth, scale=depth**-0.5)
-    up = random_rows(num_columns, options.slots * matrices.num_ranks, scale=options.rank**-0.5)
-    low = random_rows(num_rows, up.shape[1])
-    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
-    tables = matrices.ranks, matrices.scales, tiles.table, 0
-    adapters = Adapters(matrices.down, up, *tables, low, counters)
-    is_gated = use == "gate_up"
-    gated = random_rows(num_rows, num_columns // 2) if is_gated else out
-    epilogue = Epilogue.RESIDUAL if use in ("out", "down") else Epilogue.STORE
-    whole = Epilogue.SILU_MUL if is_gated else epilogue
-    card = dispatch.card_of(x.device)
-    tiling, whole_tiling = (
-        dispatch.linear_tiling(num_rows, num_columns, depth, gated=has_silu, card=card)
-        for has_silu in (False, is_gated)
-    )
-    once = partial(fused_linear, x, weight, gated, tiling=whole_tiling, epilogue=whole, early=True)
-
-    def apart() -> None:
-        fused_linear(x, weight, out, tiling=tiling, epilogue=epilogue, early=True)
-        shrink(x, matrices, tiles, product.low)
-        if is_gated:
-            gated_expand(product.low[0], matrices, tiles, out, gated)
-        else:
-            expand(product.low[0], matrices, tiles, out, product.pieces)
-
-    return {"plain": once, "apart": apart, "once": partial(once, adapters=adapters)}
 
 
 def measure(num_rows: int, options: argparse.Namespace) -> list[float]:

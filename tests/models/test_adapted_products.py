@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with LoRA adapters, compared with checkpoints into which the adapters are merged.
 
-Weights are wide, so that the adapters' first matrices are appended to some of them. From 64 rows
-on, one product computes both.
+Weights are wide, so that the adapters' first matrices are appended to some of them, and one product
+computes both.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,6 @@ ADAPTERS = {0: (1, "nothing"), 1: (2, "q_proj")}
 # Dtype, sizes of rows, maximum rank and tolerance
 CPU = pytest.param(("float32", 512, 512, 16, 1e-5), id="cpu")
 GPU = pytest.param(("bfloat16", 1024, 6144, 16, 0.05), id="gpu", marks=pytest.mark.gpu)
-# One kernel computes everything for few rows.
 HIGH_RANK = pytest.param(("bfloat16", 2048, 6144, 64, 0.05), id="high rank", marks=pytest.mark.gpu)
 
 Models = tuple[dict[int | None, DiffusionModel], float]

@@ -34,6 +34,23 @@ def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, ga
     assert columns % actual.columns == 0 and depth % (64 * actual.split) == 0
 
 
+@pytest.mark.parametrize(
+    ("columns", "depth", "further", "wanted"),
+    [
+        *((12288, 256, 48, 96), (12288, 256, 384, 384), (24576, 256, 32, 192), (4096, 256, 128, 128)),
+        *((1024, 256, 16, 32), (2048, 256, 40, 64), (12288, 256, 400, 416)),
+    ],
+)
+def test_extended_weights_keep_a_tiling_for_few_rows(
+    columns: int, depth: int, further: int, wanted: int
+) -> None:
+    """Up to 132 blocks run at the same time. The last product needs more."""
+    extended = dispatch.extended_columns(columns + further, depth, card=CARD)
+    assert extended == columns + wanted
+    assert (tiling(32, extended, depth) is None) == (further == 400)
+    assert dispatch.extended_columns(columns + further, depth, card=OTHER_CARD) % 32 == 0
+
+
 def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:
     chosen = [rows for rows in range(300) if tiling(rows, 4096, 4096) is not None]
     assert chosen == [*range(1, 129), *range(144, 193)]
@@ -62,14 +79,14 @@ def test_tails_take_tiles_that_fill_the_card_or_one_tile_of_rows() -> None:
 
     low = Tiling(192, rows=128)
     chosen = [rows for rows in range(1, 237) if tail_tiling(rows, 24576) is not None]
-    assert chosen == [*range(1, 129)]
+    assert chosen == [*range(65, 129)]
     assert {tail_tiling(rows, 24576) for rows in chosen} == {low}
     assert tail_tiling(384, 24576) == low
     assert tail_tiling(505, 24576) == Tiling(192, rows=256)
     # A few blocks leave the card idle, as some of a second wave do.
-    assert tail_tiling(64, 12288) is None
-    assert tail_tiling(64, 192 * 133) is None
-    assert tail_tiling(64, 24576, 256 + 8) is None
+    assert tail_tiling(100, 12288) is None
+    assert tail_tiling(100, 192 * 133) is None
+    assert tail_tiling(100, 24576, 256 + 8) is None
     assert dispatch.tail_tiling(512, 24576, 256, card=OTHER_CARD) is None
 
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_ops.fused_linear matches float64 with every tiling."""
 
-import itertools
-
 import pytest
 import torch
 
 from vllm_add_llada.cuda_kernels.fused_ops import (
-    Adapters,
     Epilogue,
     Tiling,
     fused_linear,
@@ -26,13 +23,6 @@ SKINNY = [
 ]
 SKINNY_ROWS = [1, 7, 16, 33, 64, 65, 100, 128, 150, 192]
 SKINNY_CASES = [(rows, *case) for *case, most in SKINNY for rows in SKINNY_ROWS if rows <= most]
-
-# The fewest and the most rows of every tiling, and some between
-ADAPTED_CASES = [
-    (rows, tiling, columns, depth)
-    for tiling, columns, depth, most in SKINNY
-    for rows in (1, 40, most)
-]
 
 # Rows and columns of gated products in tiles of many rows, some of which are partly filled.
 GATED = [(250, 24576), (384, 24576), (505, 24576), (1000, 24576), (512, 37888)]
@@ -123,132 +113,6 @@ def test_a_tail_is_added_before_rounding(generator, tail_depth, tile_rows, num_r
     if has_fused_linear(x, weight):
         with pytest.raises(RuntimeError, match=r"fused_ops\.linear: cudaErrorInvalidValue"):
             fused_linear(x, weight, out, tiling=Tiling(192), **options)
-
-
-def adapters_of(generator, num_rows, num_columns, depth, parts, max_rank, device, dtype):
-    """Return adapters in three slots, and what each row adds: a matrix [N, D] in float64.
-
-    Rows without an adapter are between the other rows. The adapter in the last slot has no rank.
-    """
-
-    def random(*shape, scale=1.0):
-        return scale * torch.randn(shape, generator=generator).to(device, dtype)
-
-    num_slots, num_parts = 3, len(parts)
-    down = random(num_slots, num_parts, max_rank, depth, scale=depth**-0.5)
-    up = random(num_columns, num_slots * num_parts * max_rank + 8, scale=max_rank**-0.5)[:, :-8]
-    ranks = torch.tensor([[max_rank] * num_parts, [max_rank // 2] * num_parts, [0] * num_parts])
-    ranks[0, -1] = 3
-    scales = 0.5 + torch.rand(num_slots, num_parts, generator=generator)
-    bounds = [0, num_rows // 4, num_rows // 3, num_rows - num_rows // 5, num_rows]
-    table, changes = [], []
-    for slot, start, stop in zip((1, -1, 0, 2), bounds, bounds[1:], strict=False):
-        table += [[slot, 7 + row, min(16, stop - row)] for row in range(start, stop, 16)]
-        change = torch.zeros(num_columns, depth, dtype=torch.float64, device=device)
-        for part, columns in enumerate(parts if slot >= 0 else ()):
-            rank, scale = int(ranks[slot, part]), float(scales[slot, part])
-            first = (slot * num_parts + part) * max_rank
-            own_up = up[columns, first : first + rank].double()
-            change[columns] = scale * own_up @ down[slot, part, :rank].double()
-        changes += [change] * (stop - start)
-    for slot, part in itertools.product(range(num_slots), range(num_parts)):
-        others = torch.ones(num_columns, dtype=torch.bool)
-        others[parts[part]] = False
-        first = (slot * num_parts + part) * max_rank
-        up[others, first : first + max_rank] = 0
-    tables = ranks.to(device, torch.int32), scales.to(device)
-    tiles = torch.tensor([*table, [0, 7 + num_rows, 16], [1, 0, 0]], dtype=torch.int32)
-    low = torch.full((num_rows, up.shape[1]), torch.nan, dtype=dtype, device=device)
-    counters = torch.zeros(2, dtype=torch.int32, device=device)
-    return Adapters(down, up, *tables, tiles.to(device), 7, low, counters), changes
-
-
-def with_adapters(x, weight, changes):
-    """Return the product of each row with its changed weight, in float64."""
-    product = x.double() @ weight.double().t()
-    for change in {id(change): change for change in changes}.values():
-        rows = [row for row, other in enumerate(changes) if other is change]
-        product[rows] += x[rows].double() @ change.t()
-    return product
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("max_rank", [8, 24, 64])
-@pytest.mark.parametrize(("num_rows", "tiling", "num_columns", "depth"), ADAPTED_CASES)
-def test_adapters_in_a_captured_graph(generator, max_rank, num_rows, tiling, num_columns, depth):
-    third = num_columns // 3
-    parts = [slice(0, third), slice(third, 2 * third), slice(2 * third, num_columns)]
-    x = torch.randn(num_rows, depth, generator=generator).to("cuda", torch.bfloat16)
-    weight = torch.randn(num_columns, depth, generator=generator).to("cuda", torch.bfloat16)
-    weight *= depth**-0.5
-    bias = torch.randn(num_columns, generator=generator).to("cuda", torch.bfloat16)
-    before = torch.randn(num_rows, num_columns, generator=generator).to("cuda", torch.bfloat16)
-    sizes = num_rows, num_columns, depth, parts, max_rank, "cuda", torch.bfloat16
-    adapters, changes = adapters_of(generator, *sizes)
-    stored, added = torch.empty_like(before), before.clone()
-    options = {"tiling": tiling, "early": True, "adapters": adapters}
-
-    def multiply():
-        x.add_(0)  # the kernels before write x and `out`
-        added.copy_(before)
-        fused_linear(x, weight, stored, bias=bias, **options)
-        fused_linear(x, weight, added, epilogue=Epilogue.RESIDUAL, **options)
-
-    multiply()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        multiply()
-    for _ in range(3):
-        x.copy_(torch.randn(num_rows, depth, generator=generator))
-        stored.fill_(torch.nan)
-        graph.replay()
-        wanted = with_adapters(x, weight, changes)
-        for given, sums in ((stored, wanted + bias), (added, wanted + before)):
-            assert (given.double() - sums).norm() <= ERROR * sums.norm()
-    assert adapters.counters.tolist() == [0, 0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("max_rank", [8, 24, 64])
-@pytest.mark.parametrize(
-    ("tiling", "num_rows", "columns"),
-    [
-        *((Tiling(192), rows, 24576) for rows in (1, 63, 128)),
-        *((Tiling(96), rows, 12288) for rows in (7, 64)),
-        *((Tiling(48), rows, 6144) for rows in (7, 64)),
-    ],
-)
-def test_adapters_of_gate_and_up(generator, max_rank, tiling, num_rows, columns):
-    parts, depth = [slice(0, columns // 2), slice(columns // 2, columns)], 256
-    x = torch.randn(num_rows, depth, generator=generator).to("cuda", torch.bfloat16)
-    weight = torch.randn(columns, depth, generator=generator).to("cuda", torch.bfloat16) / 16
-    sizes = num_rows, columns, depth, parts, max_rank, "cuda", torch.bfloat16
-    adapters, changes = adapters_of(generator, *sizes)
-    torch.cuda.synchronize()  # the kernel may read the weights before their writers have ended
-    gate, up = with_adapters(x, weight, changes).bfloat16().chunk(2, dim=-1)
-    wanted = (torch.nn.functional.silu(gate) * up).double()
-    options = {"tiling": tiling, "epilogue": Epilogue.SILU_MUL, "early": True}
-    for _ in range(2):
-        given = fused_linear(x, weight, adapters=adapters, **options)
-        assert (given.double() - wanted).norm() <= ERROR * wanted.norm()
-    if has_fused_linear(x, weight):
-        for other in (Tiling(192, rows=128), Tiling(40)):
-            with pytest.raises(RuntimeError, match=r"fused_ops\.linear: cudaErrorInvalidValue"):
-                fused_linear(x, weight, adapters=adapters, **{**options, "tiling": other})
-
-
-def test_adapters_without_a_kernel(generator):
-    sizes = 9, 12, 8, [slice(0, 4), slice(4, 12)], 4, "cpu", torch.float32
-    adapters, changes = adapters_of(generator, *sizes)
-    x, weight = (torch.randn(rows, 8, generator=generator) for rows in (9, 12))
-    given = fused_linear(x, weight, tiling=Tiling(96), adapters=adapters)
-    torch.testing.assert_close(given, with_adapters(x, weight, changes).float())
-    changed = adapters._replace(low=adapters.low[:8])
-    with pytest.raises(ValueError, match=r"adapters.low must be \[9, 24\] torch.float32"):
-        fused_linear(x, weight, adapters=changed)
-    changed = adapters._replace(scales=torch.zeros(2, 3).t())
-    with pytest.raises(ValueError, match=r"adapters.scales must be"):
-        fused_linear(x, weight, adapters=changed)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.joined_weights import MIN_JOINED_ROWS, joins_few_rows
 from vllm.diffusion.core import stages
 from vllm.diffusion.core.stages import FreshBuffers
 
@@ -74,7 +73,8 @@ class AdaptedProjection(ops.Projection):
         return self._base.rows(buffer, num_rows, scratch)
 
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        if self._multiplies_once(x, out, scratch, ops.Epilogue.STORE, columns):
+        if self._is_joined(len(x), columns):
+            self._write(x, out, self._adapted.tiles, scratch, adds=False)
             return
         with self._shrinking(x, len(out), scratch) as low:
             self._base.project(x, out, scratch, columns)
@@ -84,10 +84,10 @@ class AdaptedProjection(ops.Projection):
         if not self.is_used:
             self._base.gated(x, out, scratch)
             return
-        if self._adapts(x, out, self._adapted.tiles, scratch, ops.Epilogue.SILU_MUL):
+        if self._gated_with_tail(x, out, self._adapted.tiles, scratch):
             return
         # The adapters change gate and up before silu(gate) * up, so both must be stored.
-        if self._can_join(len(x)):
+        if self._extended is not None:
             gate_up, low = self._joined(x, len(x), scratch)
         else:
             gate_up = stages.gate_up(x.dtype, self._columns).take(scratch, len(x))
@@ -103,8 +103,8 @@ class AdaptedProjection(ops.Projection):
             ops.quantise_rows(plain, out)
 
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        is_whole = features == ALL
-        if is_whole and self._multiplies_once(h, out, scratch, ops.Epilogue.STORE):
+        if features == ALL and self._is_joined(len(out)):
+            self._write(h, out, self._adapted.tiles, scratch, adds=False)
             return
         with self._shrinking(h, len(out), scratch, features) as low:
             self._base.multiply(h, out, scratch, features)
@@ -112,8 +112,8 @@ class AdaptedProjection(ops.Projection):
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self.is_used):
-            is_whole = features == ALL
-            if is_whole and self._multiplies_once(h, x, scratch, ops.Epilogue.RESIDUAL):
+            if features == ALL and self._is_joined(len(x)):
+                self._write(h, x, self._adapted.tiles, scratch, adds=True)
                 return
             with self._shrinking(h, len(x), scratch, features) as low:
                 self._base.add_to(x, h, scratch, features)
@@ -148,13 +148,13 @@ class AdaptedProjection(ops.Projection):
         if is_gated:
             gated = out.new_empty(num_rows, self._columns // 2)
             self._expand_gated(low, tiles, out, gated)
-            self._adapts(x, gated, tiles, scratch, ops.Epilogue.SILU_MUL)
-            if self._can_join(num_rows):
+            self._gated_with_tail(x, gated, tiles, scratch)
+            if self._extended is not None:
                 gate_up, low = self._joined(x, num_rows, scratch)
                 self._expand_gated(low, tiles, gate_up, gated)
             return
         ops.expand(low, matrices, tiles, out, self._slots.pieces(slice(0, self._columns)))
-        if self._can_join(num_rows):
+        if self._extended is not None:
             for adds in (False, True):
                 self._write(x, out, tiles, scratch, adds=adds)
 
@@ -163,71 +163,22 @@ class AdaptedProjection(ops.Projection):
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
 
-    def _can_join(self, num_rows: int) -> bool:
-        """Whether a product of `num_rows` rows can include the products with first matrices."""
-        return self._extended is not None and num_rows >= MIN_JOINED_ROWS
-
-    def _multiplies_once(
-        self, x: Any, out: Tensor, scratch: Buffers, epilogue: ops.Epilogue, columns: slice = ALL
-    ) -> bool:
-        """Multiply by the weight and by first matrices at once; False if no kernel can."""
-        if not self.is_used:
+    def _is_joined(self, num_rows: int, columns: slice = ALL) -> bool:
+        """Whether a product of some rows includes the products with first matrices."""
+        if not (num_rows and self._extended is not None and self.is_used):
             return False
         # A slice of all columns may have numbers as its bounds.
-        tiles, bounds = self._adapted.tiles, columns.indices(self._columns)
-        if self._adapts(x, out, tiles, scratch, epilogue, slice(*bounds)):
-            return True
-        if bounds[:2] != (0, self._columns) or not self._can_join(len(out)):
-            return False
-        self._write(x, out, tiles, scratch, adds=epilogue is ops.Epilogue.RESIDUAL)
-        return True
+        return columns.indices(self._columns)[:2] == (0, self._columns)
 
-    def _adapts(
-        self,
-        x: Tensor,
-        out: Tensor,
-        tiles: ops.Tiles,
-        scratch: Buffers,
-        epilogue: ops.Epilogue,
-        columns: slice = ALL,
-    ) -> bool:
-        """Add the adapters' products before the result is rounded; False if no kernel can.
-
-        One kernel multiplies few rows by the weight and by both matrices of their adapters.
-        """
-        base, slots = self._base, self._slots
-        matrices, up = slots.matrices, slots.tail
-        if up is None:
+    def _gated_with_tail(self, x: Any, out: Any, tiles: ops.Tiles, scratch: Buffers) -> bool:
+        """Write silu(gate) * up with the adapters' products; False if no kernel should."""
+        base, matrices, tail = self._base, self._slots.matrices, self._slots.tail
+        if tail is None:
             return False
         assert isinstance(base, ops.PlainProjection)
-        if len(x) >= MIN_JOINED_ROWS:
-            is_gated = epilogue is ops.Epilogue.SILU_MUL
-            return is_gated and self._gated_with_tail(base, x, out, up, tiles, scratch)
-        if not joins_few_rows(matrices.up.shape[1]):
-            return False
-        tiling = ops.adapted_tiling(base, x, epilogue, columns)
-        if tiling is None:
-            return False
-        tables = matrices.ranks, matrices.scales, tiles.table, tiles.first_row
-        low = stages.low_rank_by_slot(x.dtype, up.shape[1]).take(scratch, len(x))
-        adapters = ops.Adapters(matrices.down, up, *tables, low, slots.counters)
-        ops.multiply_adapted(base, x, out, adapters, tiling, epilogue, columns)
-        return True
-
-    def _gated_with_tail(
-        self,
-        base: ops.PlainProjection,
-        x: Tensor,
-        out: Tensor,
-        tail: Tensor,
-        tiles: ops.Tiles,
-        scratch: Buffers,
-    ) -> bool:
-        """Write silu(gate) * up of many rows, with the adapters' products."""
         tiling = ops.tail_tiling(base, x)
         if tiling is None:
             return False
-        matrices = self._slots.matrices
         parts = ops.take_low(matrices, len(x), scratch)
         by_slot = stages.low_rank_by_slot(x.dtype, tail.shape[1]).take(scratch, len(x))
         ops.shrink(x, matrices, tiles, parts, by_slot)

@@ -3,13 +3,12 @@
 
 The first matrices follow a weight in memory. The product then has further columns, which are the
 rows' products with these matrices. Up to an eighth of its columns, they cost less than kernels of
-their own, if there are many rows.
+their own.
 
-Second matrices are further columns of a weight: a *tail* of the product's depth. They multiply the
-rows' products with the first matrices, which are zeros for other slots. So the kernel of the
-product can round the result or compute silu(gate) * up, which otherwise waits until the adapters'
-products have been added. Gate and up always have a tail. If ranks are high, all products have one,
-because with few rows one kernel then computes everything.
+The second matrices of gate and up are further columns of their weight: a *tail* of the product's
+depth. They multiply the rows' products with the first matrices, which are zeros for other slots. So
+the kernel of the product can compute silu(gate) * up, which otherwise waits until the adapters'
+products have been added.
 """
 
 from __future__ import annotations
@@ -22,25 +21,22 @@ from vllm.diffusion import ops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
-# With fewer rows, kernels of their own run next to the checkpoint's product, or one kernel
-# computes everything.
-MIN_JOINED_ROWS = 65
-_MIN_JOINED_RANK = 64  # maximum rank from which one kernel is faster for few rows
 _MAX_SHARE = 1 / 8  # share of the columns of the checkpoint's product, or of its depth
 _TAIL_UNIT = 8  # a tail's depth is a multiple of it, so that rows begin at 16 bytes
-_UNIT = 64  # rows of the parts into which kernels for few rows divide a weight
 
 
-def num_joined_rows(num_numbers: int, columns: int) -> int:
+def num_joined_rows(num_numbers: int, columns: int, depth: int, device: torch.device) -> int:
     """Return how many rows are appended to a weight; 0 if it stays as it is.
 
     Args:
         num_numbers: rows of the first matrices of all slots.
-        columns: columns of the product with the weight.
+        columns, depth: columns and depth of the product with the weight.
+        device: its device.
     """
-    num_rows = -(-num_numbers // _UNIT) * _UNIT
+    num_rows = ops.extended_columns(columns + num_numbers, depth, device) - columns
     return num_rows if num_rows <= columns * _MAX_SHARE else 0
 
 
@@ -58,21 +54,18 @@ def append_matrices(
         the projection of the weight with the matrices, and the matrices, which are zeros.
     """
     num_numbers = prod(shape[:-1])
-    num_rows = num_joined_rows(num_numbers, columns)
-    if not (num_rows and ops.can_move(base)):
+    if not ops.can_move(base):
         return None
     assert isinstance(base, ops.PlainProjection)
+    num_rows = num_joined_rows(num_numbers, columns, shape[-1], base.weight.device)
+    if not num_rows:
+        return None
     extended, rows = ops.append_rows(base, num_rows)
     return extended, rows[:num_numbers].view(*shape)
 
 
-def joins_few_rows(max_rank: int) -> bool:
-    """Return whether one kernel should multiply few rows by a weight and by adapters."""
-    return max_rank >= _MIN_JOINED_RANK
-
-
 def tail_depth(num_numbers: int, depth: int) -> int:
-    """Return the depth of the tail of a product; 0 if it has none.
+    """Return the depth of the tail of gate and up; 0 if they have none.
 
     Args:
         num_numbers: rows of the first matrices of all slots.

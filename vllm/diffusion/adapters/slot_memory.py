@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.joined_weights import append_matrices, joins_few_rows, tail_depth
+from vllm.diffusion.adapters.joined_weights import append_matrices, tail_depth
 from vllm.diffusion.adapters.slot_allocator import ArenaSlotAllocator, SlotAllocator
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class ProductParts(list[_Part]):
         self, product: LayerProduct | None, num_slots: int, max_rank: int
     ) -> tuple[int, int]:
         """Return the shape of the tail of all slots; it is empty if the product has none."""
-        if product is None or not ops.can_adapt(product.base):
-            return 0, 0
-        if not (product.is_gated or joins_few_rows(max_rank)):
+        if product is None or not (product.is_gated and ops.can_add_tail(product.base)):
             return 0, 0
         return product.columns, tail_depth(num_slots * len(self) * max_rank, self.depth)
 
@@ -90,7 +88,6 @@ class ProductSlots:
     Args:
         parts: the matrices, in the order of their columns.
         matrices: their slots; `up` has their columns one after the other.
-        counters: int32 [2], zeros, with which the blocks of a kernel wait for each other.
         extended: projection of the product's weight with the first matrices appended; None if they
             have memory of their own.
         tail: copy of the second matrices [columns, slots * parts * maximum rank], zeros where a
@@ -101,12 +98,11 @@ class ProductSlots:
         self,
         parts: ProductParts,
         matrices: ops.LowRank,
-        counters: Tensor,
         extended: ops.PlainProjection | None = None,
         tail: Tensor | None = None,
     ) -> None:
         self._parts, self.matrices = parts, matrices
-        self.extended, self.tail, self.counters = extended, tail, counters
+        self.extended, self.tail = extended, tail
         self._changed_by: set[int] = set()
 
     def is_changed_by(self, slot: int) -> bool:
@@ -201,8 +197,6 @@ class SlotMemory:
         shape = len(all_parts), num_slots, _PARTS
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)
-        # Products follow one another, so that they can share counters.
-        counters = torch.zeros(2, dtype=torch.int32, device=device)
         self.products = dict[str, ProductSlots]()
         for number, (path, parts) in enumerate(all_parts.items()):
             down_shape, up_shape = ((num_slots, *own) for own in parts.shapes(max_rank))
@@ -215,7 +209,7 @@ class SlotMemory:
             tail = self._allocator.zeros(tail_shape) if prod(tail_shape) else None
             described = (table[number, :, : len(parts)] for table in (self._ranks, self._scales))
             low_rank = ops.LowRank(down, up, *described)
-            self.products[path] = ProductSlots(parts, low_rank, counters, extended, tail)
+            self.products[path] = ProductSlots(parts, low_rank, extended, tail)
 
     def write(self, slot: int, adapter: Adapter | None) -> None:
         """Copy an adapter into a slot; None empties it. After a release, `restore` copies it.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.diffusion import ops
-from vllm.diffusion.adapters.joined_weights import joins_few_rows, num_joined_rows, tail_depth
+from vllm.diffusion.adapters.joined_weights import num_joined_rows
 from vllm.diffusion.adapters.matrices import HEAD
 from vllm.diffusion.core import stages
 
@@ -44,8 +44,6 @@ class AdaptedBuffers:
             if count == self.num_parts[use]
         }
         self._joined_uses = are_whole & specs.keys() if can_join else set()
-        has_tails = can_join and joins_few_rows(slots.max_rank)
-        self._tail_uses = self.num_parts.keys() & specs.keys() if has_tails else set()
 
     @property
     def gate_up(self) -> ops.WeightSpec:
@@ -68,25 +66,12 @@ class AdaptedBuffers:
         """Return the buffer of a weight's product together with the first matrices of all slots."""
         widths = [0]
         for use in self._joined_uses.intersection(uses) if ops.can_append(kind) else ():
-            columns = self._specs[use].columns
-            num_further = num_joined_rows(self._num_numbers(use), columns)
-            if num_further:
-                widths.append(columns + num_further)
-        return (stages.joined_product(self.gate_up.dtype, max(widths)),) if max(widths) else ()
-
-    def by_slot(self, kind: type[ops.Projection], *uses: str) -> Listed:
-        """Return the buffer of products with the first matrices whose rows are a tail."""
-        depths = [0]
-        for use in self._tail_uses.intersection(uses) if ops.can_append(kind) else ():
             spec = self._specs[use]
-            if spec.device.type == "cuda":
-                depths.append(tail_depth(self._num_numbers(use), spec.depth))
-        depth = max(depths)
-        return (stages.low_rank_by_slot(self.gate_up.dtype, depth),) if depth else ()
-
-    def _num_numbers(self, use: str) -> int:
-        """Return the rows of the first matrices of all slots."""
-        return self._slots.num_slots * self.num_parts[use] * self._slots.max_rank
+            num_numbers = self._slots.num_slots * self.num_parts[use] * self._slots.max_rank
+            further = num_joined_rows(num_numbers, spec.columns, spec.depth, spec.device)
+            if further:
+                widths.append(spec.columns + further)
+        return (stages.joined_product(self.gate_up.dtype, max(widths)),) if max(widths) else ()
 
 
 def adapted_shape(
@@ -135,7 +120,7 @@ def _of_kind(
     copy, wide = _copies(shape, buffers.gate_up, quantises=kind.quantises)
 
     def low(*uses: str) -> Listed:
-        return *buffers.low(*uses), *buffers.joined(kind, *uses), *buffers.by_slot(kind, *uses)
+        return *buffers.low(*uses), *buffers.joined(kind, *uses)
 
     return gated._replace(
         project=(*plain.project, *copy, *low(QKV)),

@@ -36,6 +36,7 @@ _SKINNY = (
     _Skinny(Tiling(32, split=4), max_rows=64),
     _Skinny(Tiling(192), max_rows=128),
 )
+_EXTENDED_UNITS = (32, 64, 96, 192)  # columns of the tiles of `_SKINNY`
 _SKINNY_GATED = (
     _Skinny(Tiling(192), max_rows=128),
     _Skinny(Tiling(96), max_rows=64),
@@ -74,6 +75,8 @@ _MIN_BLOCK_SHARE = 0.84
 # Share of used elements in the tiles that the GPU computes at a time, below which cuBLAS's tiles
 # fit better.
 _MIN_TILE_USE = 0.9
+# Rows of a gated product below which storing gate and up is faster than a tail.
+_MIN_TAIL_ROWS = 65
 _STEP_DEPTH = 64
 _PORTABLE_ROWS = 256  # rows of the kernels for every GPU
 
@@ -145,6 +148,18 @@ def linear_tiling(
     return _tiling(skinny, num_rows, num_columns, depth, card, gated=gated)
 
 
+def extended_columns(num_columns: int, depth: int, *, card: DeviceInfo) -> int:
+    """Return the columns of a product that is extended to at least `num_columns`.
+
+    Tilings for few rows divide this number, if there is one close to `num_columns`.
+    """
+    wholes = sorted({ceil(num_columns / unit) * unit for unit in _EXTENDED_UNITS})
+    for whole in wholes:
+        if _skinny_tiling(_SKINNY, 1, whole, depth, card.multiprocessors) is not None:
+            return whole
+    return wholes[0]
+
+
 def fp8_tiling(
     num_rows: int, num_columns: int, depth: int, *, gated: bool, card: DeviceInfo
 ) -> Tiling | None:
@@ -211,6 +226,8 @@ def tail_tiling(num_rows: int, num_columns: int, depth: int, *, card: DeviceInfo
     Only tiles of rows support this. If one tile has all rows, reading the weight determines the
     time, so that unused rows of the tile cost little.
     """
+    if num_rows < _MIN_TAIL_ROWS:
+        return None
     tiling = gated_tiling(num_rows, num_columns, depth, card=card)
     if tiling is not None or not has_gated_tiles(num_columns, depth, card=card):
         return tiling

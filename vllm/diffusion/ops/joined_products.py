@@ -11,14 +11,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.diffusion.ops import dispatch
-from vllm.diffusion.ops.projection import ALL, WEIGHTS_ARE_CONSTANT, PlainProjection
+from vllm.diffusion.ops.projection import WEIGHTS_ARE_CONSTANT, PlainProjection
 from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, fused_linear, has_fused_linear
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from vllm.diffusion.ops.projection import Projection
-    from vllm_add_llada.cuda_kernels.fused_ops import Adapters, Tiling
+    from vllm_add_llada.cuda_kernels.fused_ops import Tiling
 
 
 def can_append(kind: type[Projection]) -> bool:
@@ -37,6 +38,11 @@ def plain_projection(weight: Tensor, bias: Tensor | None = None) -> PlainProject
     """Return the projection of a weight [columns, depth] and a bias [columns] on this rank."""
     layer: Any = SimpleNamespace(weight=weight, bias=bias)
     return PlainProjection(layer)
+
+
+def extended_columns(num_columns: int, depth: int, device: torch.device) -> int:
+    """Return the columns of a product that is extended to at least `num_columns`."""
+    return dispatch.extended_columns(num_columns, depth, card=dispatch.card_of(device))
 
 
 def append_rows(base: PlainProjection, num_rows: int) -> tuple[PlainProjection, Tensor]:
@@ -61,63 +67,16 @@ def _extended(stored: Tensor, num_rows: int) -> Tensor:
     return whole
 
 
-def can_adapt(base: Projection) -> bool:
-    """Return whether kernels multiply by the weight and by adapters, for some numbers of rows."""
-    if not isinstance(base, PlainProjection):
+def can_add_tail(base: Projection) -> bool:
+    """Return whether a kernel computes silu(gate) * up with a tail, for some numbers of rows."""
+    if not (isinstance(base, PlainProjection) and has_fused_linear(base.weight, base.weight)):
         return False
     card = dispatch.card_of(base.weight.device)
-    is_hopper = card.tier is dispatch.KernelTier.HOPPER
-    return is_hopper and has_fused_linear(base.weight, base.weight)
-
-
-def adapted_tiling(
-    base: PlainProjection, x: Tensor, epilogue: Epilogue, columns: slice = ALL
-) -> Tiling | None:
-    """Return the tiling of `multiply_adapted`; None if no tiling suits few rows x."""
-    weight, gated = base.weight[columns], epilogue is Epilogue.SILU_MUL
-    if not has_fused_linear(x, weight) or (gated and base.bias is not None):
-        return None
-    card = dispatch.card_of(x.device)
-    tiling = dispatch.linear_tiling(len(x), *weight.shape, gated=gated, card=card)
-    return None if tiling is None or tiling.rows else tiling
-
-
-def multiply_adapted(
-    base: PlainProjection,
-    x: Tensor,
-    out: Tensor,
-    adapters: Adapters,
-    tiling: Tiling,
-    epilogue: Epilogue,
-    columns: slice = ALL,
-) -> None:
-    """Write the products of few rows with a weight and with adapters, or add both to `out`.
-
-    Args:
-        base: the projection of the weight.
-        x: rows [R, depth] in the model dtype.
-        out: [R, columns], or [R, columns / 2] for SILU_MUL, in the model dtype.
-        adapters: adapters of the rows, with all columns of the weight.
-        tiling: what `adapted_tiling` returns for the other arguments.
-        epilogue: operation on the sums.
-        columns: columns of the product.
-    """
-    fused_linear(
-        x,
-        base.weight[columns],
-        out,
-        tiling=tiling,
-        bias=None if base.bias is None else base.bias[columns],
-        epilogue=epilogue,
-        early=WEIGHTS_ARE_CONSTANT,
-        adapters=adapters._replace(up=adapters.up[columns]),
-    )
+    return base.bias is None and dispatch.has_gated_tiles(*base.weight.shape, card=card)
 
 
 def tail_tiling(base: PlainProjection, x: Tensor) -> Tiling | None:
     """Return the tiling of `gated_with_tail` for rows x; None if it has none, or would be slow."""
-    if base.bias is not None or not has_fused_linear(x, base.weight):
-        return None
     return dispatch.tail_tiling(len(x), *base.weight.shape, card=dispatch.card_of(x.device))
 
 

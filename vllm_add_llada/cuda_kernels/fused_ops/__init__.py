@@ -9,7 +9,6 @@ except attention and the operations on experts and 4-bit weights. For these, `ha
 `has_router`, `has_grouped_gemm` and `has_packed_linear` report whether they can run.
 """
 
-from ._adapters import Adapters
 from ._attention import ATTENTION_PAGE, Attended, attention, has_attention
 from ._experts import gated_gemm, has_grouped_gemm, has_router, route_rows, weighted_gemm
 from ._fp8_heads import Fp8Heads
@@ -47,7 +46,6 @@ __all__ = [
     "ATTENTION_PAGE",
     "FP8",
     "PORTABLE",
-    "Adapters",
     "Attended",
     "Epilogue",
     "Fp8Heads",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ._adapters import NO_ADAPTERS, Adapters
 from ._portable import has_portable, launch_portable, takes_columns
 from ._support import ahead_of, feeds_tensor_cores, launch, native, takes_pairs
 
@@ -69,14 +68,15 @@ def fused_linear(
     early: bool = False,
     ahead: Tensor | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
-    adapters: Adapters | None = None,
 ) -> Tensor:
     """Compute x W^T fused with the operation that follows it.
 
-    Tilings run in bf16 on a card of compute capability 9.0, `PORTABLE` in bf16 or fp16 from 8.0 on.
-    Without a tiling, or if there is no kernel for the tensors (see `has_fused_linear`), PyTorch
-    computes the product. Sums are fp32. For a given tiling their order depends neither on the
-    number of rows nor on the other rows.
+    Tilings run in bf16 on a card of compute capability 9.0. With `PORTABLE` the product runs in
+    bf16 or fp16 on any card from 8.0 on.
+
+    Sums are fp32. For a given tiling their order depends neither on the number of rows nor on the
+    other rows. Without a tiling, or if there is no kernel for the tensors (see `has_fused_linear`),
+    PyTorch computes the product.
 
     Args:
         x: [R, D]; rows may be strided.
@@ -88,15 +88,13 @@ def fused_linear(
         bias: [N]; not with SILU_MUL.
         epilogue: operation on the product before it is written. For SILU_MUL both halves, silu and
             the result are rounded as separate operations would round them.
-        early: allow the kernel to read weights while the previous kernel of the stream ends, which
-            must not write them. Not with `PORTABLE`.
+        early: allow the kernel to read the weight, and that of the tail, while the previous kernel
+            of the stream ends. Requires that this kernel writes neither. Not with `PORTABLE`.
         ahead: contiguous; data that the next kernel reads first. This kernel fetches it into the
             cache once all of the weight has been requested. Not with tiles of rows or `PORTABLE`.
         tail: rows [R, K] and a weight [N, K], with the dtype and device of x; rows may be strided.
             Their product is added before the sums are rounded. Only with tiles of rows, for which K
             must be a multiple of 8, and with PyTorch.
-        adapters: adapters of the rows; their products are added before the sums are rounded. Not
-            with a tail, tiles of rows or `PORTABLE`; slots * P * r must be a multiple of 8.
 
     Returns:
         `out`, or a new tensor.
@@ -106,31 +104,18 @@ def fused_linear(
         RuntimeError: There is no kernel for the tiling, or it does not divide the shape.
     """
     _check(x, weight, out, bias, epilogue)
-    added = _checked_addends(x, weight, tail, adapters)
-    can_add = not added or (tiling != PORTABLE and feeds_tensor_cores(*added))
-    if tiling is None or not (can_add and _has_kernel(x, weight, out, tiling)):
-        if adapters is not None:
-            tail = adapters.multiply_down(x), adapters.up
-        return _reference(x, weight, out, bias, epilogue, tail)
-    if out is None:
-        out = x.new_empty(len(x), len(weight) // (2 if epilogue is Epilogue.SILU_MUL else 1))
-    bias = None if bias is None else bias.contiguous()
-    operands = x, weight, out, tiling, bias, epilogue
-    launch_linear(*operands, early=early, ahead=ahead, tail=tail, adapters=adapters)
-    return out
-
-
-def _checked_addends(
-    x: Tensor, weight: Tensor, tail: tuple[Tensor, Tensor] | None, adapters: Adapters | None
-) -> tuple[Tensor, ...]:
-    """Check the tail or the adapters; return their matrices that a kernel copies."""
-    if adapters is not None:
-        adapters.check("fused_linear", x, len(weight))
-        return adapters.low, adapters.up
     if tail is not None:
         _check_like("fused_linear", "tail", tail[0], x, (len(x), -1))
         _check_like("fused_linear", "tail", tail[1], x, (len(weight), tail[0].shape[1]))
-    return tail or ()
+    can_add = tail is None or (tiling != PORTABLE and feeds_tensor_cores(*tail))
+    if tiling is None or not (can_add and _has_kernel(x, weight, out, tiling)):
+        return _reference(x, weight, out, bias, epilogue, tail)
+    if out is None:
+        num_halves = 2 if epilogue is Epilogue.SILU_MUL else 1
+        out = x.new_empty(len(x), len(weight) // num_halves)
+    bias = None if bias is None else bias.contiguous()
+    launch_linear(x, weight, out, tiling, bias, epilogue, early=early, ahead=ahead, tail=tail)
+    return out
 
 
 def launch_linear(
@@ -145,7 +130,6 @@ def launch_linear(
     ahead: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
-    adapters: Adapters | None = None,
 ) -> None:
     """Enqueue the kernel on checked tensors; `scales` are the scales of fp8 x and weight."""
     assert native is not None
@@ -174,7 +158,6 @@ def launch_linear(
         early=early,
         ahead=ahead_of(ahead),
         tail=_tail_of(tail),
-        adapters=NO_ADAPTERS if adapters is None else adapters.described(),
     )
 
 

@@ -24,10 +24,6 @@ struct Given<Ahead> : GivenMembers<Ahead, const void*, int64_t> {};
 template <>
 struct Given<Tail> : GivenMembers<Tail, const void*, const void*, int64_t, int64_t, int> {};
 template <>
-struct Given<Adapters>
-    : GivenMembers<Adapters, const void*, const void*, void*, const int*, const float*, const int*,
-                   int*, int64_t, int, int, int, int, int, int> {};
-template <>
 struct Given<Tiling> : GivenMembers<Tiling, int, int, int> {};
 template <>
 struct Given<RouterScoring> : GivenMembers<RouterScoring, bool, int, int, bool, float, bool> {};
@@ -79,10 +75,8 @@ namespace fused_ops {
 namespace {
 
 cudaError_t launch_linear(const LinearParams& params, cudaStream_t stream) {
-  const bool adapts = params.adapters.num_numbers > 0;
-  if (params.tiling.rows > 0 && !adapts) return launch_gated_linear(params, stream);
-  if (params.tail.depth != 0 || params.tiling.rows > 0) return cudaErrorInvalidValue;
-  if (adapts) return launch_skinny_linear_adapted(params, stream);
+  if (params.tiling.rows > 0) return launch_gated_linear(params, stream);
+  if (params.tail.depth != 0) return cudaErrorInvalidValue;
   return params.x_scales != nullptr ? launch_skinny_linear_fp8(params, stream)
                                     : launch_skinny_linear(params, stream);
 }
@@ -147,7 +141,7 @@ void bind_products(Module& module) {
                     FIELD(weight_scales), FIELD(bias), FIELD(out), FIELD(x_stride),
                     FIELD(weight_stride), FIELD(out_stride), FIELD(num_rows), FIELD(num_columns),
                     FIELD(depth), FIELD(epilogue), FIELD(tiling), FIELD(early), FIELD(ahead),
-                    FIELD(tail), FIELD(adapters));
+                    FIELD(tail));
   }
   {
     using P = LinearParams;

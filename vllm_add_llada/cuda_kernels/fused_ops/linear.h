@@ -36,25 +36,6 @@ struct Tail {
   int depth;                        // a multiple of 8, or 0: nothing is added
 };
 
-// LoRA adapters in slots, whose products are added to the sums. Bf16 only. A row of x has at most
-// one slot. Its numbers are those of the slot: the products with the first matrix of each part, up
-// to the rank in use, times the part's scale.
-struct Adapters {
-  const void* down;     // first matrices [num_numbers, depth]: slots, parts, ranks
-  const void* up;       // second matrices [num_columns, num_numbers], rows up_stride apart
-  void* low;            // numbers of all rows [num_rows, num_numbers], written
-  const int* ranks;     // [slots, num_parts], rows table_stride apart
-  const float* scales;  // shaped like ranks
-  const int* tiles;     // [num_tiles, 3]: slot, first row, number of rows
-  int* counters;        // two zeros, which are zeros again afterwards
-  int64_t up_stride;    // elements
-  int table_stride, num_numbers, num_parts, max_rank;  // num_numbers: a multiple of 8, or 0: none
-  int num_tiles, first_row;  // first_row: the row of the tiles that is the first one of x
-  // Set at launch: bytes of the first matrices, and blocks that write `low` and that wait for it
-  int64_t down_bytes;
-  int num_low_blocks, num_waiting;
-};
-
 struct LinearParams {
   const void* x;       // [num_rows, depth], rows x_stride apart
   const void* weight;  // [num_columns, depth], rows weight_stride apart
@@ -66,18 +47,16 @@ struct LinearParams {
   int num_rows, num_columns, depth;
   Epilogue epilogue;
   Tiling tiling;
-  bool early;         // the launch may overlap the end of the previous kernel
-  Ahead ahead;        // not supported by launch_gated_linear
-  Tail tail;          // supported only by launch_gated_linear
-  Adapters adapters;  // supported only by launch_skinny_linear_adapted
+  bool early;   // the launch may overlap the end of the previous kernel
+  Ahead ahead;  // not supported by launch_gated_linear
+  Tail tail;    // supported only by launch_gated_linear
 };
 
-// Enqueue the product: the first three for few rows (`Tiling` in Python states the limits), the
-// gated one for any number of rows. All return cudaErrorInvalidValue if there is no kernel for the
-// tiling or it does not divide the shape, and cudaErrorNotSupported if the driver lacks the call
-// that describes a matrix.
+// Enqueue the product: the first two for few rows (`Tiling` in Python states the limits), the gated
+// one for any number of rows. All return cudaErrorInvalidValue if there is no kernel for the tiling
+// or it does not divide the shape, and cudaErrorNotSupported if the driver lacks the call that
+// describes a matrix.
 cudaError_t launch_skinny_linear(const LinearParams& params, cudaStream_t stream);
-cudaError_t launch_skinny_linear_adapted(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_skinny_linear_fp8(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_gated_linear(const LinearParams& params, cudaStream_t stream);
 

@@ -16,13 +16,6 @@
 // requested, memory would be idle until the next product begins. So `ahead` names the data that the
 // next product reads, and the start of that data is fetched into the cache meanwhile.
 //
-// The products with LoRA adapters (`Adapters`) may be computed at the same time. The first tiles
-// then multiply x by the first matrices of all slots. They write `low`: numbers of a row's own
-// slot, and zeros for the other slots. All other tiles have further stages, in which `low` is
-// multiplied by the second matrices. They wait until `low` is complete, which takes less time than
-// their own stages, because all blocks fetch the first matrices into the cache before they begin.
-// The first tiles use multiprocessors that would be idle, and never wait for other tiles.
-//
 // Operands are bf16, or fp8 (e4m3) with a scale for each row of x and each row of the weight. Sums
 // are multiplied by the scales before any other operation. A stage has the same number of bytes for
 // both, so it is twice as deep for fp8. The data that the end of a block needs is loaded long
@@ -39,7 +32,6 @@
 
 #include <algorithm>
 
-#include "adapters.cuh"
 #include "epilogue.cuh"
 #include "linear.h"
 #include "vllm_add_llada/cuda_kernels/common/dispatch.cuh"
@@ -68,31 +60,12 @@ struct KernelParams {
   Ahead ahead;
 };
 
-// The operands: x and the weight, and with adapters the first matrices, `low` and the second
-// matrices.
-template <bool kAdapts>
-struct Operands {
-  CUtensorMap x, weight;
-};
-template <>
-struct Operands<true> {
-  CUtensorMap x, weight, down, low, up;
-  Adapters adapters;
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // The tiles that a block reads of the weight: `parts` tiles of rows, `part_stride` rows apart.
 struct WeightTiles {
   const CUtensorMap* map;
   int first_row, part_stride, parts;
-};
-
-// The stages of a block: `num_main` with a part of the depth, and with adapters every `stride`-th
-// stage of `low` and the second matrices, from `first_low` on.
-struct Stages {
-  int first_depth, num_main;
-  int first_low, stride, num_low;
 };
 
 // The scales of a block's fp8 operands in shared memory. The scales of the weight's rows arrive
@@ -125,59 +98,29 @@ __device__ void copy_scales(const Ring<>& ring, const WeightTiles& tiles, const 
 }
 
 // One thread keeps the ring full.
-template <bool kIsFp8, bool kAdapts>
-__device__ void produce(const Ring<>& ring, const Operands<kAdapts>& operands,
-                        const WeightTiles& weight, const Scales& scales, const Ahead& ahead,
-                        const Stages& stages) {
+template <bool kIsFp8>
+__device__ void produce(const Ring<>& ring, const CUtensorMap* x, const WeightTiles& weight,
+                        const Scales& scales, const Ahead& ahead, int first_depth, int num_steps) {
   constexpr int kElements = kStageDepth<kIsFp8>;
-  const int num_steps = stages.num_main + stages.num_low;
   const int filled = min(num_steps, ring.sizes.num_stages);
   const int scale_bytes = kIsFp8 ? weight.parts * scales.width * sizeof(float) : 0;
-  const auto low_depth = [&](int step) {
-    return (stages.first_low + (step - stages.num_main) * stages.stride) * kElements;
-  };
-  const auto fill_weight = [&](int step, int stage) {
-    if constexpr (kAdapts) {
-      if (step >= stages.num_main) {
-        const WeightTiles up{&operands.up, weight.first_row, weight.part_stride, weight.parts};
-        copy_weight(ring, up, stage, low_depth(step));
-        return;
-      }
-    }
-    const int depth = stages.first_depth + step * kElements;
-    copy_weight(ring, weight, stage, depth, step == 0 ? scale_bytes : 0);
+  for (int step = 0; step < filled; ++step) {
+    copy_weight(ring, weight, step, first_depth + step * kElements, step == 0 ? scale_bytes : 0);
     if (kIsFp8 && step == 0) copy_scales(ring, weight, scales);
-  };
-  const auto fill_rows = [&](int step, int stage) {
-    if constexpr (kAdapts) {
-      if (step == stages.num_main) wait_for_low(operands.adapters);
-      if (step >= stages.num_main) {
-        copy_rows(ring, &operands.low, stage, low_depth(step));
-        return;
-      }
-    }
-    copy_rows(ring, &operands.x, stage, stages.first_depth + step * kElements);
-  };
-  if constexpr (kAdapts) {
-    // Every block prefetches a share, because few blocks read the first matrices.
-    const Adapters& adapters = operands.adapters;
-    fetch_share(adapters.down, adapters.down_bytes);
   }
-  for (int step = 0; step < filled; ++step) fill_weight(step, step);
   if (filled == num_steps) fetch_share(ahead.data, ahead.bytes);
   wait_for_prerequisites();
-  for (int step = 0; step < filled; ++step) fill_rows(step, step);
+  for (int step = 0; step < filled; ++step) {
+    copy_rows(ring, x, step, first_depth + step * kElements);
+  }
   Position at;
   for (int step = filled; step < num_steps; ++step) {
     wait(ring.empty(at.stage), at.phase);
-    fill_weight(step, at.stage);
-    fill_rows(step, at.stage);
+    copy_weight(ring, weight, at.stage, first_depth + step * kElements);
+    copy_rows(ring, x, at.stage, first_depth + step * kElements);
     at.advance(ring);
   }
   if (filled < num_steps) fetch_share(ahead.data, ahead.bytes);
-  if constexpr (kAdapts) {
-    if (stages.num_low > 0) count_waiting(operands.adapters);
-  }
 }
 
 // A group of four warps multiplies its 64 rows by the columns of every stage. A stage has only the
@@ -259,9 +202,10 @@ struct Result {
 
 #endif
 
-template <bool kIsFp8, bool kAdapts, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
+template <bool kIsFp8, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
-    skinny_linear_kernel(const __grid_constant__ Operands<kAdapts> operands,
+    skinny_linear_kernel(const __grid_constant__ CUtensorMap x,
+                         const __grid_constant__ CUtensorMap weight,
                          const __grid_constant__ KernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
@@ -275,7 +219,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   const Ring<> ring{base,
                     base + params.num_stages * params.stage_bytes,
                     {params.stage_bytes, params.num_stages, kColumns * kRowBytes}};
-  if (threadIdx.x == 0) ring.open(&operands.x, &operands.weight, 1, kWarps);
+  if (threadIdx.x == 0) ring.open(&x, &weight, 1, kWarps);
   __syncthreads();
   launch_dependents();
   // Other blocks write sums to this block's memory once it has started or, if the sums reuse the
@@ -284,31 +228,16 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
   if (kSplit > 1 && is_beside) cluster_arrive();
 
   const int rank = kSplit == 1 ? 0 : block_of_cluster();
-  const int num_main = params.depth / kSplit / kStageDepth<kIsFp8>;
-  int tile = blockIdx.x / kSplit;
-  bool is_low = false;  // whether this block multiplies by first matrices
-  WeightTiles weight{&operands.weight, 0, params.num_columns / 2, kParts};
-  Stages stages{rank * num_main * kStageDepth<kIsFp8>, num_main, 0, 0, 0};
-  if constexpr (kAdapts) {
-    const int num_low_tiles = (operands.adapters.num_numbers + kColumns - 1) / kColumns;
-    is_low = tile < num_low_tiles;
-    if (is_low) {
-      weight = {&operands.down, tile * kColumns, kWidth, kParts};
-    } else {
-      tile -= num_low_tiles;
-      stages.first_low = rank;
-      stages.stride = kSplit;
-      stages.num_low = (low_steps(operands.adapters) - rank + kSplit - 1) / kSplit;
-    }
-  }
-  const int first_column = tile * (kTwoParts ? kWidth : kColumns);
-  if (!is_low) weight.first_row = first_column;
+  const int first_column = blockIdx.x / kSplit * (kTwoParts ? kWidth : kColumns);
+  const int num_steps = params.depth / kSplit / kStageDepth<kIsFp8>;
   const Scales scales{scales_of_columns, scales_of_rows, params.weight_scales, kWidth};
   const int warp = threadIdx.x / 32;
 
   if (warp == kWarps) {
     if (threadIdx.x % 32 == 0) {
-      produce<kIsFp8, kAdapts>(ring, operands, weight, scales, params.ahead, stages);
+      const WeightTiles tiles{&weight, first_column, params.num_columns / 2, kParts};
+      produce<kIsFp8>(ring, &x, tiles, scales, params.ahead, rank * num_steps * kStageDepth<kIsFp8>,
+                      num_steps);
     }
     __syncwarp();
     if constexpr (kSplit > 1) {  // All threads must take part in the barriers.
@@ -320,19 +249,12 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     return;
   }
 
-  using Low = LowTile<kAdapts ? kColumns : 1, kAdapts ? kGroups * kGroupRows : 1>;
-  __shared__ Low low;
-  if constexpr (kAdapts) {
-    static_assert(sizeof(Low) == kLowTileBytes<kColumns, kGroups * kGroupRows>, "see launch");
-    if (is_low) low.prepare(operands.adapters, tile * kColumns, params.num_rows, kWarps * 32);
-  }
   // Every thread that writes must wait itself.
   wait_for_prerequisites();
   if constexpr (kIsFp8) {
     if (threadIdx.x < params.num_rows) scales_of_rows[threadIdx.x] = params.x_scales[threadIdx.x];
   }
   const Result<kIsFp8, kEpilogue> result{params, scales, first_column};
-  const int num_steps = stages.num_main + stages.num_low;
   // Of every eight columns a thread has column lane % 4 * 2 and the next one, in two rows.
   const int lane = threadIdx.x % 32;
   const int first_row = warp * 16 + lane / 4;
@@ -351,16 +273,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
         const int column = i * 8 + pair;
         const float* sums = &total[0][i * 4 + half * 2];
         const float2 first = result.meant(make_float2(sums[0], sums[1]), row, column);
-        if constexpr (kAdapts) {
-          if (is_low) {
-            low.store(operands.adapters, row, column, first);
-            if constexpr (kTwoParts) {
-              sums = &total[1][i * 4 + half * 2];
-              low.store(operands.adapters, row, kWidth + column, make_float2(sums[0], sums[1]));
-            }
-            continue;
-          }
-        }
         if constexpr (kTwoParts) {
           sums = &total[1][i * 4 + half * 2];
           const float2 up = result.meant(make_float2(sums[0], sums[1]), row, kWidth + column);
@@ -383,7 +295,6 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
     for (int turn = 0; turn < kTurns; ++turn) {
       const int quad = turn * kWarps * 32 + threadIdx.x;
       const int row = quad / kQuads, column = rank * kShare + quad % kQuads * 4;
-      if (is_low) continue;
       there[turn][0] = result.there(row, column);
       there[turn][1] = result.there(row, column + 2);
     }
@@ -423,24 +334,14 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 32, 1)
       }
       const float2 first = result.meant(make_float2(sums.x, sums.y), row, column);
       const float2 second = result.meant(make_float2(sums.z, sums.w), row, column + 2);
-      if constexpr (kAdapts) {
-        if (is_low) {
-          low.store(operands.adapters, row, column, first);
-          low.store(operands.adapters, row, column + 2, second);
-          continue;
-        }
-      }
       result.store(row, column, first, there[turn][0]);
       result.store(row, column + 2, second, there[turn][1]);
     }
   }
-  if constexpr (kAdapts) {
-    if (is_low) announce_low(operands.adapters, kWarps * 32);
-  }
 #endif
 }
 
-template <bool kIsFp8, bool kAdapts, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
+template <bool kIsFp8, int kColumns, int kSplit, int kGroups, Epilogue kEpilogue>
 cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   constexpr bool kTwoParts = kEpilogue == Epilogue::kSiluMul;
   constexpr int kElements = kStageDepth<kIsFp8>;
@@ -450,36 +351,13 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   }
   // whole groups of eight rows, as the swizzle requires
   const int rows = (params.num_rows + 7) / 8 * 8;
-  constexpr int kPartColumns = kTwoParts ? kColumns / 2 : kColumns;
-  Operands<kAdapts> operands;
-  cudaError_t error = describe(&operands.x, params.x, params.num_rows, params.depth,
-                               params.x_stride, rows, kElementBytes);
+  CUtensorMap x, weight;
+  cudaError_t error =
+      describe(&x, params.x, params.num_rows, params.depth, params.x_stride, rows, kElementBytes);
   if (error != cudaSuccess) return error;
-  error = describe(&operands.weight, params.weight, params.num_columns, params.depth,
-                   params.weight_stride, kPartColumns, kElementBytes);
+  error = describe(&weight, params.weight, params.num_columns, params.depth, params.weight_stride,
+                   kTwoParts ? kColumns / 2 : kColumns, kElementBytes);
   if (error != cudaSuccess) return error;
-  int num_tiles = params.num_columns / kColumns;
-  int num_steps = params.depth / kSplit / kElements;  // stages of a block, at most
-  if constexpr (kAdapts) {
-    Adapters& adapters = operands.adapters;
-    adapters = params.adapters;
-    const int num_numbers = adapters.num_numbers;
-    const int num_low_tiles = (num_numbers + kColumns - 1) / kColumns;
-    adapters.down_bytes = int64_t{num_numbers} * params.depth * sizeof(__nv_bfloat16);
-    adapters.num_low_blocks = num_low_tiles * kSplit;
-    adapters.num_waiting = num_tiles * std::min(kSplit, low_steps(adapters));
-    num_tiles += num_low_tiles;
-    num_steps += (low_steps(adapters) + kSplit - 1) / kSplit;
-    // Copies that reach beyond a matrix fill their stage with zeros.
-    error = describe(&operands.down, adapters.down, num_numbers, params.depth, params.depth,
-                     kPartColumns);
-    if (error != cudaSuccess) return error;
-    error = describe(&operands.low, adapters.low, params.num_rows, num_numbers, num_numbers, rows);
-    if (error != cudaSuccess) return error;
-    error = describe(&operands.up, adapters.up, params.num_columns, num_numbers, adapters.up_stride,
-                     kPartColumns);
-    if (error != cudaSuccess) return error;
-  }
   KernelParams kernel_params{static_cast<const __nv_bfloat16*>(params.bias),
                              params.x_scales,
                              params.weight_scales,
@@ -502,16 +380,20 @@ cudaError_t launch(const LinearParams& params, cudaStream_t stream) {
   const int beside = sum_bytes <= kMostSumBytes ? sum_bytes : 0;
   // Clusters of four blocks cannot use every multiprocessor, so two blocks must fit on one.
   constexpr int kMostBytes = kSplit > 2 ? kSharedBytes / 2 - 1024 : kSharedBytes;
-  constexpr int kLowBytes = kAdapts ? kLowTileBytes<kColumns, kGroups * kGroupRows> : 0;
-  const int room = kMostBytes - kLowBytes - scale_bytes - kAlignment - behind - beside;
-  kernel_params.num_stages = std::min({kMaxStages, room / kernel_params.stage_bytes, num_steps});
+  const int room = kMostBytes - scale_bytes - kAlignment - behind - beside;
+  kernel_params.num_stages =
+      std::min({kMaxStages, room / kernel_params.stage_bytes, params.depth / kSplit / kElements});
   const int stages = kernel_params.num_stages * kernel_params.stage_bytes;
   kernel_params.sums = beside > 0 ? stages + behind : 0;
   const int shared_bytes = kAlignment + std::max(stages + behind + beside, sum_bytes);
-  const Launch launch{
-      num_tiles * kSplit, kGroups * kGroupThreads + 32, stream, params.early, shared_bytes, kSplit};
-  return launch_kernel(skinny_linear_kernel<kIsFp8, kAdapts, kColumns, kSplit, kGroups, kEpilogue>,
-                       launch, operands, kernel_params);
+  const Launch launch{params.num_columns / kColumns * kSplit,
+                      kGroups * kGroupThreads + 32,
+                      stream,
+                      params.early,
+                      shared_bytes,
+                      kSplit};
+  return launch_kernel(skinny_linear_kernel<kIsFp8, kColumns, kSplit, kGroups, kEpilogue>, launch,
+                       x, weight, kernel_params);
 }
 
 // Whether there is a kernel for a number of groups of four warps, with 64 rows each. There are
@@ -528,33 +410,32 @@ constexpr bool has_groups(int groups) {
   return groups == 1 || (kIsFp8 && kColumns == 96 && kSplit == 1 && groups >= 3);
 }
 
-template <bool kIsFp8, bool kAdapts, int kColumns, int kSplit, Epilogue kEpilogue>
+template <bool kIsFp8, int kColumns, int kSplit, Epilogue kEpilogue>
 cudaError_t launch_groups(const LinearParams& params, cudaStream_t stream) {
   const int groups = (params.num_rows + kGroupRows - 1) / kGroupRows;
   return dispatch_value<1, 2, 3, 4>(groups, [&](auto count) {
     if constexpr (has_groups<kIsFp8, kColumns, kSplit, kEpilogue>(count)) {
-      return launch<kIsFp8, kAdapts, kColumns, kSplit, count, kEpilogue>(params, stream);
+      return launch<kIsFp8, kColumns, kSplit, count, kEpilogue>(params, stream);
     } else {
       return cudaErrorInvalidValue;
     }
   });
 }
 
-template <bool kIsFp8, bool kAdapts = false>
+template <bool kIsFp8>
 cudaError_t launch_skinny(const LinearParams& params, cudaStream_t stream) {
   const int columns_and_split = params.tiling.columns * 10 + params.tiling.split;
   if (params.num_rows < 1) return cudaErrorInvalidValue;
   if (params.epilogue == Epilogue::kSiluMul) {
     return dispatch_value<481, 961, 1921>(columns_and_split, [&](auto tiling) {
-      return launch_groups<kIsFp8, kAdapts, tiling / 10, 1, Epilogue::kSiluMul>(params, stream);
+      return launch_groups<kIsFp8, tiling / 10, 1, Epilogue::kSiluMul>(params, stream);
     });
   }
   return dispatch_value<322, 324, 642, 961, 962, 1921>(columns_and_split, [&](auto tiling) {
     constexpr int kColumns = tiling / 10, kSplit = tiling % 10;
     return params.epilogue == Epilogue::kResidual
-               ? launch_groups<kIsFp8, kAdapts, kColumns, kSplit, Epilogue::kResidual>(params,
-                                                                                       stream)
-               : launch_groups<kIsFp8, kAdapts, kColumns, kSplit, Epilogue::kStore>(params, stream);
+               ? launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kResidual>(params, stream)
+               : launch_groups<kIsFp8, kColumns, kSplit, Epilogue::kStore>(params, stream);
   });
 }
 
