@@ -23,7 +23,8 @@ from .overlap import begin, overlaps
 def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.constexpr):
     """Return a program's slot, its rows, which of them it computes, and whether there are any.
 
-    SHARES programs divide a tile. Loads of tables and matrices bypass L1, because they precede the wait for earlier kernels.
+    SHARES programs divide a tile. Loads of tables and matrices bypass L1, because they precede the
+    wait for earlier kernels.
     """
     entry = tiles + 3 * (tl.program_id(0) // SHARES)
     slot = tl.load(entry, cache_modifier=".cg").to(tl.int64)
