@@ -23,7 +23,6 @@ Written: introspective.json.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -38,14 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-from safetensors.torch import save_file
 
 from benchmarks import harness
 from benchmarks.harness import Table, positive
-from benchmarks.random_weights import random_adapter
+from benchmarks.random_weights import write_adapter
 from vllm.diffusion.decoding import CAUSAL_RULES
 from vllm.diffusion.decoding.introspective import Introspective
-from vllm.diffusion.models.config import DiffusionConfig
 
 if TYPE_CHECKING:
     import argparse
@@ -118,13 +115,9 @@ def engine_of(options: argparse.Namespace, rank: int) -> Iterator[Any]:
     settings = {"max_model_len": length, "max_num_seqs": max(options.clients)}
     with tempfile.TemporaryDirectory() as folder:
         if rank:
-            config = DiffusionConfig.from_dict(harness.configuration_of(options))
-            settings_of_adapter, tensors = random_adapter(
-                config, rank, options.dtype, lambda _: True
-            )
-            Path(folder, "adapter_config.json").write_text(json.dumps(settings_of_adapter))
-            save_file(tensors, Path(folder, "adapter_model.safetensors"))
-            settings["additional_config"] = {"dllm": {"draft_adapter": folder}}
+            adapter = Path(folder, "adapter")
+            write_adapter(adapter, harness.configuration_of(options), rank, options.dtype)
+            settings["additional_config"] = {"dllm": {"draft_adapter": str(adapter)}}
         with in_process.engine_of(options, **settings) as engine:
             yield engine
 

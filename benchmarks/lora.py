@@ -4,7 +4,7 @@
 
     benchmarks/lora.py [--family llada] [--rows 32 256 1024 4096] [--ranks 16 64 128]
         [--modules all attention] [--max-lora-rank 128] [--quantization fp8] [--mixed]
-        [--output-dir results/lora]
+        [--tensor-parallel-size 2] [--output-dir results/lora]
 
 The model has a released shape and random weights, and so have the adapters. A request has one block
 of 32 masked positions after a random prompt (16 if it has 32 rows), and no cache. Both engines are
@@ -25,7 +25,8 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from contextlib import ExitStack
+import tempfile
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,13 +40,13 @@ from vllm.lora.request import LoRARequest
 
 from benchmarks import harness
 from benchmarks.harness import Table, positive
-from benchmarks.random_weights import random_adapter
+from benchmarks.random_weights import write_adapter
 from benchmarks.step_latency import kernel_lines
 from vllm.diffusion.adapters.matrices import Matrices
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from benchmarks.in_process import Step
 
@@ -68,13 +69,6 @@ LIMITS = {
 MIXED_LIMIT = 1.18
 # Room for the steps of both engines
 POOL_BYTES = 12 << 30
-
-
-class Tensors(LoRARequest):
-    """An adapter in memory."""
-
-    peft_config: dict[str, Any] | None = None
-    lora_tensors: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 **settings,
             ) as adapting:
                 for rank in options.ranks:
-                    measure(options, (modules, rank), (without, adapting), table)
+                    with loaded(options, (modules, rank), adapting[0]) as adapters:
+                        measure(options, (modules, rank), (without, adapting), adapters, table)
     harness.write("lora", options, table.rows)
 
 
@@ -136,10 +131,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.option("--modules", ["all", "attention"], choices=("all", "attention"))
     parser.option("--mixed", False, f"{NUM_ADAPTERS} adapters in each step, not one")
     parser.option("--quantization", None, type=str)
+    parser.option("--tensor-parallel-size", 1, "ranks that divide the weights", type=positive)
     parser.option("--steps", 16, "steps of a round", type=positive)
     parser.option("--rounds", 3, type=positive)
     parser.option("--profile", False, "print the longest kernels of steps with adapters, too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.profile and options.tensor_parallel_size > 1:
+        parser.error("--profile: given with several ranks; wanted one")
+    return options
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -147,6 +146,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     longest = max(options.rows)
     return {
         "quantization": options.quantization,
+        "tensor_parallel_size": options.tensor_parallel_size,
         "max_model_len": max(longest, 2 * MIXED_ROWS),
         "max_num_seqs": NUM_ADAPTERS + 1,
         "max_num_batched_tokens": max(longest, (NUM_ADAPTERS + 1) * MIXED_ROWS),
@@ -170,16 +170,19 @@ def attention_names(options: argparse.Namespace) -> list[str]:
 
 
 def measure(
-    options: argparse.Namespace, kind: tuple[str, int], engines: Iterable[Any], table: Table
+    options: argparse.Namespace,
+    kind: tuple[str, int],
+    engines: Iterable[Any],
+    adapters: list[LoRARequest | None],
+    table: Table,
 ) -> None:
     """Measure the cases of one kind of adapter, in rounds of both engines."""
     (without, plain_runner), (adapting, runner) = engines
-    names = add_adapters(options, kind, adapting)
     cases = [(1, rows) for rows in options.rows]
     if options.mixed:
         cases = [(NUM_ADAPTERS + 1, MIXED_ROWS)]
     for count, rows in cases:
-        some = [*names, None] if options.mixed else names
+        some = [*adapters, None] if options.mixed else adapters
         turns = (
             (without, plain_runner, None),
             (adapting, runner, None),
@@ -235,27 +238,31 @@ def time_of(step: Step) -> float:
     return step.step_ms if step.device_ms is None else step.device_ms
 
 
-def add_adapters(
+@contextmanager
+def loaded(
     options: argparse.Namespace, kind: tuple[str, int], llm: Any
-) -> list[LoRARequest | None]:
-    """Load random adapters; return how requests name them."""
+) -> Iterator[list[LoRARequest | None]]:
+    """Load random adapters until the block ends; yield how requests name them."""
     modules, rank = kind
-    names = list[LoRARequest | None]()
-    for adapter_id in llm.llm_engine.list_loras():
-        llm.llm_engine.remove_lora(adapter_id)
-    for number in range(1, 1 + (NUM_ADAPTERS if options.mixed else 1)):
-        config, tensors = random_adapter(
-            config_of(options),
-            rank,
-            options.dtype,
-            lambda matrix: modules == "all" or "self_attn" in matrix.product,
-        )
-        # Every adapter of a run has a number of its own.
-        called = (f"{modules}-{rank}-{number}", rank * NUM_ADAPTERS + number, "in memory")
-        adapter = Tensors(*called, peft_config=config, lora_tensors=tensors)
-        llm.llm_engine.add_lora(adapter)
-        names.append(LoRARequest(*called))
-    return names
+    adapters = list[LoRARequest | None]()
+    with tempfile.TemporaryDirectory() as parent:
+        for number in range(1, 1 + (NUM_ADAPTERS if options.mixed else 1)):
+            folder = Path(parent, str(number))
+            write_adapter(
+                folder,
+                harness.configuration_of(options),
+                rank,
+                options.dtype,
+                lambda matrix: modules == "all" or "self_attn" in matrix.product,
+            )
+            # Every adapter of a run has a number of its own.
+            name, adapter_id = f"{modules}-{rank}-{number}", rank * NUM_ADAPTERS + number
+            adapter = LoRARequest(name, adapter_id, str(folder))
+            llm.llm_engine.add_lora(adapter)
+            adapters.append(adapter)
+        yield adapters
+        for adapter_id in llm.llm_engine.list_loras():
+            llm.llm_engine.remove_lora(adapter_id)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import nn
 
@@ -53,20 +56,26 @@ def randomise_rank(worker: Any) -> None:
     randomise(worker.worker.model_runner.model)
 
 
-def random_adapter(
-    config: Any, rank: int, dtype: str, is_changed: Callable[[Matrix], bool]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Draw an adapter of a model from N(0, 0.02).
+def write_adapter(
+    folder: Path,
+    configuration: dict[str, Any],
+    rank: int,
+    dtype: str,
+    is_changed: Callable[[Matrix], bool] = lambda _: True,
+) -> None:
+    """Draw an adapter of a model from N(0, 0.02), and write it as PEFT does.
 
     Args:
-        config: configuration of the model (`DiffusionConfig`).
+        folder: folder of the adapter, created.
+        configuration: content of the model's config.json.
+        rank, dtype: rank and dtype of the adapter.
         is_changed: whether the adapter changes a matrix; the head stays as it is.
-
-    Returns:
-        Its adapter_config.json, and its tensors as PEFT names them.
     """
     from vllm.diffusion.adapters.matrices import HEAD, Matrices
+    from vllm.diffusion.models.config import DiffusionConfig
 
+    folder.mkdir()
+    config = DiffusionConfig.from_dict(configuration)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = dict[str, torch.Tensor]()
     for name, matrix in Matrices(config).all.items():
@@ -76,4 +85,6 @@ def random_adapter(
         for part, shape in shapes.items():
             drawn = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             tensors[f"{name}.lora_{part}.weight"] = drawn.normal_(std=WEIGHT_STD)
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}, tensors
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    save_file(tensors, folder / "adapter_model.safetensors")

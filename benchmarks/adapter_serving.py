@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Servers with and without LoRA adapters: throughput, starts, and loads next to other requests.
+
+    benchmarks/adapter_serving.py --family llada --cache dual      random weights
+        [--clients 1 64] [--rank 16] [--load-ranks 16 128] [--loads 100] [--load-clients 32]
+
+Two servers with the same shape run on the same GPU, one of them with --enable-lora. Every client
+sends a random prompt, waits for its answer, and sends the next one. Rounds of the server without
+adapters, of the other one without an adapter, and of the other one with an adapter take turns.
+
+Then adapters come and go in the second server: first while it is idle, then next to clients, of
+which every other one uses an adapter that stays. At last the adapter of all clients is replaced.
+
+    tokens/s        median over the rounds; `of without` relative to the server without adapters
+    load            seconds from the request to its answer; the files were read before
+    longest gap     longest time between two steps of a request, as its client sees them. The limit
+                    is two median steps and 20 ms
+    replaced        seconds from the request until a client sees the next step
+
+Written: adapter_serving.json and the logs of both servers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import in_process  # isort: skip  (before torch and vllm)
+
+import psutil
+from test_api_request import post
+
+from benchmarks import harness, serve_throughput
+from benchmarks.harness import BenchmarkError, Table, positive
+from benchmarks.random_weights import write_adapter
+from benchmarks.server_process import model_server, session
+from benchmarks.shapes import Shape
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator, Sequence
+
+# Bytes for the steps and the pages of one server
+POOL_BYTES = 16 << 30
+ANSWER_S = 600.0
+HELD = "held"  # the adapter that stays loaded
+MARGIN = 64  # positions in addition to prompt and canvas
+SETTLE_S = 3.0
+NUM_IDLE_LOADS = 5
+GAP_STEPS, GAP_MS = 2, 20  # limit of the longest gap next to loads
+THROUGHPUT = {"clients": ">7", "without, tokens/s": ">17.1f", "none, tokens/s": ">14.1f"}
+THROUGHPUT |= {"adapter, tokens/s": ">17.1f", "none, of without": ">16.3f"}
+THROUGHPUT |= {"adapter, of without": ">19.3f"}
+FACTS = {"measured": "<50", "value": ">9.3f", "unit": "<8", "limit": ">9.3f"}
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Tokens per second of one number of clients."""
+
+    clients: int
+    without: float
+    none: float
+    adapter: float
+
+    @property
+    def none_x(self) -> float:
+        """Throughput without an adapter relative to the server without adapters."""
+        return self.none / self.without
+
+    @property
+    def adapter_x(self) -> float:
+        """Throughput with an adapter relative to the server without adapters."""
+        return self.adapter / self.without
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number that was measured, with its unit and the largest value that it should have."""
+
+    measured: str
+    value: float
+    unit: str
+    limit: float | None = None
+
+
+class Client:
+    """Requests of random prompts to one server, with an adapter if it is named."""
+
+    def __init__(self, url: str, shape: Shape, options: argparse.Namespace) -> None:
+        self.url, self._shape, self._options = url, shape, options
+
+    def send(self, prompt: Sequence[int], adapter: str | None = None) -> list[int]:
+        """Send a request; return the tokens of its answer."""
+        text = post(f"{self.url}/generate", self._body(prompt, adapter), ANSWER_S)
+        token_ids: list[int] = json.loads(text)["token_ids"][0]
+        return token_ids
+
+    def steps(self, prompt: Sequence[int], adapter: str | None = None) -> Iterator[float]:
+        """Send a request; yield the time of each of its steps."""
+        body = {**self._body(prompt, adapter), "stream": True, "stream_canvas": True}
+        with session() as http:
+            answer = http.post(f"{self.url}/generate", json=body, stream=True, timeout=ANSWER_S)
+            answer.raise_for_status()
+            for line in answer.iter_lines(chunk_size=1):
+                if b"text_diffusion.canvas" in line:
+                    yield time.perf_counter()
+
+    def change(self, route: str, **body: Any) -> float:
+        """Load or unload an adapter; return the seconds until the answer."""
+        started = time.perf_counter()
+        post(f"{self.url}/v1/{route}_lora_adapter", body, ANSWER_S)
+        return time.perf_counter() - started
+
+    def _body(self, prompt: Sequence[int], adapter: str | None) -> dict[str, Any]:
+        body = serve_throughput.body_of(prompt, self._shape, self._options)
+        body["ignore_eos"] = True
+        return {**body, "model": adapter} if adapter else body
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse_arguments(arguments)
+    os.environ.setdefault("VLLM_ACTIVATION_POOL_SIZE_BYTES", str(POOL_BYTES))
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    facts = list[Fact]()
+    with ExitStack() as stack:
+        folder = stack.enter_context(harness.checkpoint_of(options))
+        paths = stack.enter_context(adapters_of(folder, options))
+        shape = Shape.of_folder(folder)
+        prompts = in_process.random_prompts(
+            max(options.requests, *options.clients), options.prompt_length, shape.vocab_size
+        )
+        clients = list[Client]()
+        for name, flags in (("without", []), ("with", lora_flags(options))):
+            started = time.perf_counter()
+            url = stack.enter_context(server(folder, name, flags, options))
+            facts.append(Fact(f"start {name} adapters", time.perf_counter() - started, "s"))
+            client = Client(url, shape, options)
+            graphs = pool_of(client)["graphs"] / 2**20
+            facts.append(Fact(f"graphs {name} adapters", graphs, "MiB"))
+            clients.append(client)
+        clients[1].change("load", lora_name=HELD, lora_path=str(paths[options.rank]))
+        rows = throughput_of(clients, prompts, options)
+        facts += idle_loads(clients[1], paths)
+        facts += loads_next_to_clients(clients[1], paths[options.rank], prompts, options)
+        facts += replacement(clients[1], paths[options.rank], prompts, options)
+    table = Table(FACTS, "measured value unit limit")
+    for fact in facts:
+        table.add(fact)
+    harness.write("adapter_serving", options, rows, facts=[vars(fact) for fact in facts])
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = harness.Parser("adapter_serving", __doc__)
+    parser.shape(None, takes_model=True)
+    parser.option("--clients", [1, 64], "numbers of clients", type=positive)
+    parser.option("--requests", 64, "requests of a round with more than one client", type=positive)
+    parser.option("--rounds", 3, type=positive)
+    parser.option("--rank", 16, "rank of the adapter of the clients", type=positive)
+    parser.option("--load-ranks", [16, 128], "ranks of the idle loads", type=positive)
+    parser.option("--loads", 100, "loads next to clients", type=positive)
+    parser.option("--load-clients", 32, "clients next to loads", type=positive)
+    parser.option("--prompt-length", 128, "length of the prompts", type=positive)
+    parser.option("--gen-length", 128, "canvas length in tokens")
+    parser.option("--block-length", 32)
+    parser.option("--steps", 64, "forwards of a canvas")
+    parser.option("--algorithm", None, "algorithm of the server (default: semi_ar)")
+    parser.option("--cache", None, "cache of the server (default: none; exact if block-causal)")
+    return parser.parse_args(arguments)
+
+
+# --- servers ---------------------------------------------------------------------------------
+
+
+def lora_flags(options: argparse.Namespace) -> list[object]:
+    """Return the flags of the server with adapters: a slot for `HELD`, and one for the loads."""
+    rank = max(options.rank, *options.load_ranks)
+    return ["--enable-lora", "--max-loras", 2, "--max-cpu-loras", 4, "--max-lora-rank", rank]
+
+
+@contextmanager
+def server(
+    folder: Path, name: str, flags: list[object], options: argparse.Namespace
+) -> Iterator[str]:
+    """Run a server until the block ends; yield its URL."""
+    length = options.prompt_length + options.gen_length + MARGIN
+    arguments = ["--dtype", options.dtype, "--max-model-len", length, "--no-enable-prefix-caching"]
+    arguments += ["--max-num-seqs", max(*options.clients, options.load_clients)]
+    arguments += [] if options.model else ["--load-format", "dummy"]
+    with model_server(folder, options.output_dir / f"{name}.log", *arguments, *flags) as url:
+        yield url
+
+
+@contextmanager
+def adapters_of(folder: Path, options: argparse.Namespace) -> Iterator[dict[int, Path]]:
+    """Write an adapter of each rank until the block ends; yield their folders."""
+    configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as parent:
+        paths = {rank: Path(parent, str(rank)) for rank in {options.rank, *options.load_ranks}}
+        for rank, path in paths.items():
+            write_adapter(path, configuration, rank, options.dtype)
+        yield paths
+
+
+def pool_of(client: Client) -> dict[str, int]:
+    """Return the bytes of each part of a server's pool."""
+    with session() as http:
+        status = http.get(f"{client.url}/status.json", timeout=30).json()
+    pool: dict[str, int] = find(status, "pool_bytes")
+    return pool
+
+
+def find(status: Any, name: str) -> Any:
+    """Return the first value of a name in nested lists and objects; None if it is absent."""
+    if isinstance(status, dict) and name in status:
+        return status[name]
+    inner = status.values() if isinstance(status, dict) else status
+    if not isinstance(status, dict | list):
+        return None
+    return next((found for own in inner if (found := find(own, name)) is not None), None)
+
+
+def resident_mib() -> float:
+    """Return the resident memory of all processes that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return float(sum(child.memory_info().rss for child in children) / 2**20)
+
+
+# --- throughput ------------------------------------------------------------------------------
+
+
+def throughput_of(
+    clients: Sequence[Client], prompts: Sequence[Sequence[int]], options: argparse.Namespace
+) -> list[Throughput]:
+    """Measure both servers in turns, for every number of clients."""
+    without, adapting = clients
+    turns = (without.send, adapting.send, partial(adapting.send, adapter=HELD))
+    attributes = "clients without none adapter none_x adapter_x"
+    table = Table(THROUGHPUT, attributes, len(options.clients))
+    for count in options.clients:
+        # One client sends fewer requests, because each round takes as long as all of them.
+        some = prompts if count > 1 else prompts[:4]
+        rates: list[list[float]] = [[], [], []]
+        for _ in range(options.rounds):
+            for own, send in zip(rates, turns, strict=True):
+                own.append(serve_throughput.measure("", count, send, some).tokens_per_s)
+        table.add(Throughput(count, *map(statistics.median, rates)))
+    return table.rows
+
+
+# --- adapters that come and go ---------------------------------------------------------------
+
+
+def idle_loads(client: Client, paths: dict[int, Path]) -> Iterator[Fact]:
+    """Load and unload adapters of each rank while no request runs."""
+    for rank, path in sorted(paths.items()):
+        seconds = list[float]()
+        for number in range(1 + NUM_IDLE_LOADS):  # the first one reads the files
+            name = f"idle-{rank}-{number}"
+            seconds.append(client.change("load", lora_name=name, lora_path=str(path)))
+            client.change("unload", lora_name=name)
+        mib = (path / "adapter_model.safetensors").stat().st_size / 2**20
+        yield Fact(f"load of rank {rank}, {mib:.0f} MiB", statistics.median(seconds[1:]), "s")
+
+
+@contextmanager
+def busy(
+    client: Client,
+    prompts: Sequence[Sequence[int]],
+    adapter_of: Callable[[int], str | None],
+    options: argparse.Namespace,
+) -> Iterator[tuple[list[list[float]], list[str]]]:
+    """Keep clients busy until the block ends.
+
+    Args:
+        client: sends the requests.
+        prompts: their prompts, in turn.
+        adapter_of: returns the adapter of the client with a number.
+
+    Yields:
+        the times of the steps of each request of the first client, and faults of all requests;
+        both grow.
+    """
+    is_over, faults, watched = threading.Event(), list[str](), list[list[float]]()
+
+    def keep_sending(number: int) -> None:
+        for prompt in itertools.islice(itertools.cycle(prompts), number, None):
+            if is_over.is_set():
+                return
+            try:
+                if number == 0:
+                    watched.append([])
+                    for when in client.steps(prompt, adapter_of(number)):
+                        watched[-1].append(when)
+                    continue
+                count = len(client.send(prompt, adapter_of(number)))
+            except Exception as error:
+                faults.append(f"{type(error).__name__}: {error}")
+                return
+            if count != options.gen_length:
+                faults.append(f"wanted {options.gen_length} tokens, got {count}")
+
+    with ThreadPoolExecutor(options.load_clients) as pool:
+        running = [pool.submit(keep_sending, number) for number in range(options.load_clients)]
+        try:
+            time.sleep(SETTLE_S)
+            yield watched, faults
+        finally:
+            is_over.set()
+        for done in running:
+            done.result()
+
+
+def gaps(watched: list[list[float]], since: float = 0.0) -> list[float]:
+    """Return the seconds between consecutive steps of each request that ended after `since`."""
+    return [end - start for times in list(watched) for start, end in pairwise(times) if end > since]
+
+
+def loads_next_to_clients(
+    client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
+) -> Iterator[Fact]:
+    """Load and unload an adapter many times next to other requests.
+
+    Raises:
+        BenchmarkError: a request failed, or its answer was not complete.
+    """
+    with busy(client, prompts, lambda number: HELD if number % 2 else None, options) as state:
+        watched, faults = state
+        before = list(gaps(watched))
+        step = statistics.median(before)
+        rss, pool = resident_mib(), pool_of(client)
+        began = time.perf_counter()
+        for number in range(options.loads):
+            name = f"next-{number}"
+            client.change("load", lora_name=name, lora_path=str(path))
+            client.change("unload", lora_name=name)
+        after, seconds = gaps(watched, began), time.perf_counter() - began
+        grown = resident_mib() - rss
+        further = pool_of(client)["graphs"] - pool["graphs"]
+    if faults:
+        raise BenchmarkError(f"{len(faults)} requests failed next to loads: {faults[0]}")
+    limit = GAP_STEPS * step + GAP_MS / 1000
+    yield Fact("median step next to clients", step, "s")
+    yield Fact("longest gap before the loads", max(before), "s")
+    yield Fact(f"longest gap during {options.loads} loads", max(after), "s", limit)
+    yield Fact(f"{options.loads} loads and unloads", seconds, "s")
+    yield Fact("growth of the processes", grown, "MiB", 1)
+    yield Fact("growth of the graphs", further / 2**20, "MiB", 0)
+
+
+def replacement(
+    client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
+) -> Iterator[Fact]:
+    """Replace the adapter of all clients.
+
+    Raises:
+        BenchmarkError: a request failed, or its answer was not complete.
+    """
+    with busy(client, prompts, lambda _: HELD, options) as (watched, faults):
+        step, waits = statistics.median(gaps(watched)), list[float]()
+        for _ in range(NUM_IDLE_LOADS):
+            sent = time.perf_counter()
+            answered = sent + client.change(
+                "load", lora_name=HELD, lora_path=str(path), load_inplace=True
+            )
+            while not (later := [t for own in list(watched) for t in own if t > answered]):
+                time.sleep(step / 10)
+            waits.append(min(later) - sent)
+            time.sleep(1)
+    if faults:
+        raise BenchmarkError(f"{len(faults)} requests failed: {faults[0]}")
+    yield Fact("replaced, until the next step", statistics.median(waits), "s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
