@@ -102,9 +102,11 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
     num_numbers = options.slots * 2 * options.rank
     out = random_rows(num_rows, options.width)
     by_slot = random_rows(num_rows, num_numbers)
-    both = random_rows(num_rows, columns + num_numbers)
-    low = both[:, columns:].unflatten(1, (options.slots, -1))
     card = dispatch.card_of(out.device)
+    extended = dispatch.extended_columns(columns + num_numbers, options.hidden, card=card)
+    both = random_rows(num_rows, extended)
+    low = both[:, columns : columns + num_numbers].unflatten(1, (options.slots, -1))
+    few = dispatch.linear_tiling(num_rows, extended, options.hidden, gated=False, card=card)
     chosen = dispatch.linear_tiling(num_rows, columns, options.hidden, gated=True, card=card)
     tail = dispatch.tail_tiling(num_rows, columns, options.hidden, card=card)
     tail = tail or Tiling(192, rows=128)
@@ -118,7 +120,10 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
         silu_mul(product.out, out=out)
 
     def stored(product: Product, weight: Tensor, up: Tensor) -> None:
-        torch.mm(product.x, weight.t(), out=both)
+        if few is None:
+            torch.mm(product.x, weight.t(), out=both)
+        else:
+            fused_linear(product.x, weight, both, tiling=few, early=True)
         gated_expand(low, product.matrices, tiles, both[:, :columns], out)
 
     def with_tail(product: Product, weight: Tensor, up: Tensor) -> None:
@@ -128,7 +133,7 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
     layers = [
         (
             product_of(num_rows, options.hidden, [options.width] * 2, options),
-            random_rows(columns + num_numbers, options.hidden, scale=options.hidden**-0.5),
+            random_rows(extended, options.hidden, scale=options.hidden**-0.5),
             random_rows(columns, num_numbers, scale=options.rank**-0.5),
         )
         for _ in range(NUM_LAYERS)
