@@ -37,13 +37,13 @@ def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, ga
 @pytest.mark.parametrize(
     ("columns", "depth", "further", "wanted"),
     [
-        *(
-            (12288, 256, 48, 96),
-            (12288, 256, 384, 384),
-            (24576, 256, 32, 192),
-            (4096, 256, 128, 128),
-        ),
-        *((1024, 256, 16, 32), (2048, 256, 40, 64), (12288, 256, 400, 416)),
+        (12288, 256, 48, 96),
+        (12288, 256, 384, 384),
+        (24576, 256, 32, 192),
+        (4096, 256, 128, 128),
+        (1024, 256, 16, 32),
+        (2048, 256, 40, 64),
+        (12288, 256, 400, 416),
     ],
 )
 def test_extended_weights_keep_a_tiling_for_few_rows(
