@@ -14,9 +14,9 @@ which every other one uses an adapter that stays. At last the adapter of all cli
 
     tokens/s        median over the rounds; `of without` relative to the server without adapters
     load            seconds from the request to its answer; the files were read before
-    longest gap     longest time between two steps of a request, as its client sees them. The limit
+    longest gap     longest time between two steps of a request, measured by its client. The limit
                     is two median steps and 20 ms
-    replaced        seconds from the request until a client sees the next step
+    replaced        seconds from the request until a client receives the next step
 
 Written: adapter_serving.json and the logs of both servers.
 """
