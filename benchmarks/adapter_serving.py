@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,13 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import psutil
 from test_api_request import post
 
-from benchmarks import harness, serve_throughput
+from benchmarks import compare_hf, harness, serve_throughput
 from benchmarks.harness import BenchmarkError, Table, positive
 from benchmarks.random_weights import write_adapter
-from benchmarks.server_process import model_server, session
+from benchmarks.server_process import resident_mib, session
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
@@ -60,9 +59,9 @@ if TYPE_CHECKING:
 POOL_BYTES = 16 << 30
 ANSWER_S = 600.0
 HELD = "held"  # the adapter that stays loaded
-MARGIN = 64  # positions in addition to prompt and canvas
-SETTLE_S = 3.0
-NUM_IDLE_LOADS = 5
+SETTLE_S, PAUSE_S, POLL_S = 3.0, 1.0, 0.001
+NUM_LOADS = 5  # idle loads of a rank, and replacements
+NUM_ALONE = 4  # requests of a round with one client
 GAP_STEPS, GAP_MS = 2, 20  # limit of the longest gap next to loads
 THROUGHPUT = {"clients": ">7", "without, tokens/s": ">17.1f", "none, tokens/s": ">14.1f"}
 THROUGHPUT |= {"adapter, tokens/s": ">17.1f", "none, of without": ">16.3f"}
@@ -128,6 +127,12 @@ class Client:
         post(f"{self.url}/v1/{route}_lora_adapter", body, ANSWER_S)
         return time.perf_counter() - started
 
+    def graphs_mib(self) -> float:
+        """Return the memory of the server's CUDA graphs in MiB."""
+        with session() as http:
+            status = http.get(f"{self.url}/status.json", timeout=ANSWER_S).json()
+        return float(status["pool_bytes"]["graphs"] / 2**20)
+
     def _body(self, prompt: Sequence[int], adapter: str | None) -> dict[str, Any]:
         body = serve_throughput.body_of(prompt, self._shape, self._options)
         body["ignore_eos"] = True
@@ -149,13 +154,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max(options.requests, *options.clients), options.prompt_length, shape.vocab_size
         )
         clients = list[Client]()
-        for name, flags in (("without", []), ("with", lora_flags(options))):
+        shared = ["--no-enable-prefix-caching"]
+        shared += ["--max-num-seqs", max(*options.clients, options.load_clients)]
+        for name, flags in (("without", shared), ("with", [*shared, *lora_flags(options)])):
             started = time.perf_counter()
-            url = stack.enter_context(server(folder, name, flags, options))
+            url = stack.enter_context(
+                compare_hf.running_server(
+                    folder, options, options.prompt_length, *flags, log=f"{name}.log"
+                )
+            )
             facts.append(Fact(f"start {name} adapters", time.perf_counter() - started, "s"))
             client = Client(url, shape, options)
-            graphs = pool_of(client)["graphs"] / 2**20
-            facts.append(Fact(f"graphs {name} adapters", graphs, "MiB"))
+            facts.append(Fact(f"graphs {name} adapters", client.graphs_mib(), "MiB"))
             clients.append(client)
         clients[1].change("load", lora_name=HELD, lora_path=str(paths[options.rank]))
         rows = throughput_of(clients, prompts, options)
@@ -198,19 +208,6 @@ def lora_flags(options: argparse.Namespace) -> list[object]:
 
 
 @contextmanager
-def server(
-    folder: Path, name: str, flags: list[object], options: argparse.Namespace
-) -> Iterator[str]:
-    """Run a server until the block ends; yield its URL."""
-    length = options.prompt_length + options.gen_length + MARGIN
-    arguments = ["--dtype", options.dtype, "--max-model-len", length, "--no-enable-prefix-caching"]
-    arguments += ["--max-num-seqs", max(*options.clients, options.load_clients)]
-    arguments += [] if options.model else ["--load-format", "dummy"]
-    with model_server(folder, options.output_dir / f"{name}.log", *arguments, *flags) as url:
-        yield url
-
-
-@contextmanager
 def adapters_of(folder: Path, options: argparse.Namespace) -> Iterator[dict[int, Path]]:
     """Write an adapter of each rank until the block ends; yield their folders."""
     configuration = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -219,30 +216,6 @@ def adapters_of(folder: Path, options: argparse.Namespace) -> Iterator[dict[int,
         for rank, path in paths.items():
             write_adapter(path, configuration, rank, options.dtype)
         yield paths
-
-
-def pool_of(client: Client) -> dict[str, int]:
-    """Return the bytes of each part of a server's pool."""
-    with session() as http:
-        status = http.get(f"{client.url}/status.json", timeout=30).json()
-    pool: dict[str, int] = find(status, "pool_bytes")
-    return pool
-
-
-def find(status: Any, name: str) -> Any:
-    """Return the first value of a name in nested lists and objects; None if it is absent."""
-    if isinstance(status, dict) and name in status:
-        return status[name]
-    inner = status.values() if isinstance(status, dict) else status
-    if not isinstance(status, dict | list):
-        return None
-    return next((found for own in inner if (found := find(own, name)) is not None), None)
-
-
-def resident_mib() -> float:
-    """Return the resident memory of all processes that this process has started."""
-    children = psutil.Process().children(recursive=True)
-    return float(sum(child.memory_info().rss for child in children) / 2**20)
 
 
 # --- throughput ------------------------------------------------------------------------------
@@ -258,7 +231,7 @@ def throughput_of(
     table = Table(THROUGHPUT, attributes, len(options.clients))
     for count in options.clients:
         # One client sends fewer requests, because each round takes as long as all of them.
-        some = prompts if count > 1 else prompts[:4]
+        some = prompts if count > 1 else prompts[:NUM_ALONE]
         rates: list[list[float]] = [[], [], []]
         for _ in range(options.rounds):
             for own, send in zip(rates, turns, strict=True):
@@ -274,7 +247,7 @@ def idle_loads(client: Client, paths: dict[int, Path]) -> Iterator[Fact]:
     """Load and unload adapters of each rank while no request runs."""
     for rank, path in sorted(paths.items()):
         seconds = list[float]()
-        for number in range(1 + NUM_IDLE_LOADS):  # the first one reads the files
+        for number in range(1 + NUM_LOADS):  # the first one reads the files
             name = f"idle-{rank}-{number}"
             seconds.append(client.change("load", lora_name=name, lora_path=str(path)))
             client.change("unload", lora_name=name)
@@ -288,7 +261,7 @@ def busy(
     prompts: Sequence[Sequence[int]],
     adapter_of: Callable[[int], str | None],
     options: argparse.Namespace,
-) -> Iterator[tuple[list[list[float]], list[str]]]:
+) -> Iterator[list[list[float]]]:
     """Keep clients busy until the block ends.
 
     Args:
@@ -297,97 +270,97 @@ def busy(
         adapter_of: returns the adapter of the client with a number.
 
     Yields:
-        the times of the steps of each request of the first client, and faults of all requests;
-        both grow.
+        the times of the steps of each request of the first client; they grow.
+
+    Raises:
+        BenchmarkError: an answer was not complete.
+        RequestError, OSError: a request failed.
     """
-    is_over, faults, watched = threading.Event(), list[str](), list[list[float]]()
+    is_over, watched = threading.Event(), list[list[float]]()
 
     def keep_sending(number: int) -> None:
         for prompt in itertools.islice(itertools.cycle(prompts), number, None):
             if is_over.is_set():
                 return
-            try:
-                if number == 0:
-                    watched.append([])
-                    for when in client.steps(prompt, adapter_of(number)):
-                        watched[-1].append(when)
-                    continue
-                count = len(client.send(prompt, adapter_of(number)))
-            except Exception as error:
-                faults.append(f"{type(error).__name__}: {error}")
-                return
+            if number == 0:
+                watched.append([])
+                for when in client.steps(prompt, adapter_of(number)):
+                    watched[-1].append(when)
+                continue
+            count = len(client.send(prompt, adapter_of(number)))
             if count != options.gen_length:
-                faults.append(f"wanted {options.gen_length} tokens, got {count}")
+                raise BenchmarkError(f"wanted {options.gen_length} tokens, got {count}")
 
     with ThreadPoolExecutor(options.load_clients) as pool:
         running = [pool.submit(keep_sending, number) for number in range(options.load_clients)]
         try:
-            time.sleep(SETTLE_S)
-            yield watched, faults
+            # Clients end only if they fail.
+            for failed in wait(running, SETTLE_S, FIRST_EXCEPTION).done:
+                failed.result()
+            wait_for_step(watched, time.perf_counter())
+            yield watched
         finally:
             is_over.set()
-        for done in running:
-            done.result()
+            # The error of a client is the cause of an error in the block.
+            for done in running:
+                done.result()
+
+
+def wait_for_step(watched: list[list[float]], since: float) -> float:
+    """Wait for the first step after `since`; return its time.
+
+    Raises:
+        BenchmarkError: There is none in time.
+    """
+    while True:
+        later = [when for times in list(watched) for when in list(times) if when > since]
+        if later:
+            return min(later)
+        if time.perf_counter() > since + ANSWER_S:
+            raise BenchmarkError(f"wanted a step within {ANSWER_S:g} s, got none")
+        time.sleep(POLL_S)
 
 
 def gaps(watched: list[list[float]], since: float = 0.0) -> list[float]:
-    """Return the seconds between consecutive steps of each request that ended after `since`."""
+    """Return the seconds between consecutive steps of a request, up to steps after `since`."""
     return [end - start for times in list(watched) for start, end in pairwise(times) if end > since]
 
 
 def loads_next_to_clients(
     client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> Iterator[Fact]:
-    """Load and unload an adapter many times next to other requests.
-
-    Raises:
-        BenchmarkError: a request failed, or its answer was not complete.
-    """
-    with busy(client, prompts, lambda number: HELD if number % 2 else None, options) as state:
-        watched, faults = state
-        before = list(gaps(watched))
-        step = statistics.median(before)
-        rss, pool = resident_mib(), pool_of(client)
+    """Load and unload an adapter many times next to other requests."""
+    with busy(client, prompts, lambda number: HELD if number % 2 else None, options) as watched:
+        before = gaps(watched)
+        resident, graphs = resident_mib(), client.graphs_mib()
         began = time.perf_counter()
         for number in range(options.loads):
             name = f"next-{number}"
             client.change("load", lora_name=name, lora_path=str(path))
             client.change("unload", lora_name=name)
-        after, seconds = gaps(watched, began), time.perf_counter() - began
-        grown = resident_mib() - rss
-        further = pool_of(client)["graphs"] - pool["graphs"]
-    if faults:
-        raise BenchmarkError(f"{len(faults)} requests failed next to loads: {faults[0]}")
+        seconds, during = time.perf_counter() - began, gaps(watched, began)
+        resident, graphs = resident_mib() - resident, client.graphs_mib() - graphs
+    step = statistics.median(before)
     limit = GAP_STEPS * step + GAP_MS / 1000
     yield Fact("median step next to clients", step, "s")
     yield Fact("longest gap before the loads", max(before), "s")
-    yield Fact(f"longest gap during {options.loads} loads", max(after), "s", limit)
+    yield Fact(f"longest gap during {options.loads} loads", max(during), "s", limit)
     yield Fact(f"{options.loads} loads and unloads", seconds, "s")
-    yield Fact("growth of the processes", grown, "MiB", 1)
-    yield Fact("growth of the graphs", further / 2**20, "MiB", 0)
+    yield Fact("growth of the processes", resident, "MiB", 1)
+    yield Fact("growth of the graphs", graphs, "MiB", 0)
 
 
 def replacement(
     client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> Iterator[Fact]:
-    """Replace the adapter of all clients.
-
-    Raises:
-        BenchmarkError: a request failed, or its answer was not complete.
-    """
-    with busy(client, prompts, lambda _: HELD, options) as (watched, faults):
-        step, waits = statistics.median(gaps(watched)), list[float]()
-        for _ in range(NUM_IDLE_LOADS):
+    """Replace the adapter of all clients several times."""
+    waits = list[float]()
+    with busy(client, prompts, lambda _: HELD, options) as watched:
+        for _ in range(NUM_LOADS):
             sent = time.perf_counter()
-            answered = sent + client.change(
-                "load", lora_name=HELD, lora_path=str(path), load_inplace=True
-            )
-            while not (later := [t for own in list(watched) for t in own if t > answered]):
-                time.sleep(step / 10)
-            waits.append(min(later) - sent)
-            time.sleep(1)
-    if faults:
-        raise BenchmarkError(f"{len(faults)} requests failed: {faults[0]}")
+            client.change("load", lora_name=HELD, lora_path=str(path), load_inplace=True)
+            waits.append(wait_for_step(watched, time.perf_counter()) - sent)
+            time.sleep(PAUSE_S)
     yield Fact("replaced, until the next step", statistics.median(waits), "s")
 
 

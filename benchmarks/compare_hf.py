@@ -268,13 +268,24 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[Send]:
 
 
 @contextmanager
-def running_server(folder: Path, options: argparse.Namespace, longest: int) -> Iterator[str]:
-    """Run our server for prompts of up to `longest` tokens; yield its URL; see `model_server`."""
+def running_server(
+    folder: Path,
+    options: argparse.Namespace,
+    longest: int,
+    *flags: object,
+    log: str = "server.log",
+) -> Iterator[str]:
+    """Run our server for prompts of up to `longest` tokens; yield its URL.
+
+    Args:
+        flags: further flags, which replace flags of the same name.
+        log: name of the file for its output; see also `model_server`.
+    """
     length = longest + options.gen_length + MAX_PROMPT_MARGIN
     arguments = ["--dtype", options.dtype, "--max-model-len", length]
     arguments += ["--max-num-seqs", max(options.clients)]
     arguments += [] if options.model else ["--load-format", "dummy"]
-    with model_server(folder, options.output_dir / "server.log", *arguments) as url:
+    with model_server(folder, options.output_dir / log, *arguments, *flags) as url:
         yield url
 
 

@@ -214,6 +214,12 @@ def metric(url: str, name: str) -> float:
     return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.M)))
 
 
+def resident_mib() -> float:
+    """Return the resident memory, in MiB, of the processes that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return float(sum(child.memory_info().rss for child in children) / 2**20)
+
+
 def is_healthy(url: str) -> bool:
     """Whether the server at `url` answers /health with 200."""
     with session() as http:

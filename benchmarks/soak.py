@@ -38,14 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import in_process  # isort: skip  (before torch and vllm)
 
-import psutil
 import requests
 from test_api_request import RequestError, post
 from tqdm import tqdm
 
 from benchmarks import harness
 from benchmarks.harness import positive
-from benchmarks.server_process import metric, model_server, session
+from benchmarks.server_process import metric, model_server, resident_mib, session
 from benchmarks.shapes import Shape
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ class Clients:
             done = [pool.submit(self._client, draw, started + seconds) for draw in draws]
             for tenth in tqdm(range(10), unit="tenth", leave=False, disable=None):
                 time.sleep(max(0.0, started + seconds * (tenth + 1) / 10 - time.monotonic()))
-                self.outcome.rss_early = self.outcome.rss_early or rss_mib()
+                self.outcome.rss_early = self.outcome.rss_early or resident_mib()
             for client in done:
                 client.result()
         self.outcome.seconds = time.monotonic() - started
@@ -224,10 +223,10 @@ def soak(options: argparse.Namespace) -> Outcome:
     with model_server(options.model.resolve(), log, *arguments) as url:
         wanted = [answer(url, body) for body in tqdm(bodies, leave=False, disable=None)]
         clients = Clients(url, bodies, wanted, sends_malformed=bool(options.mixed))
-        clients.outcome.rss_before = rss_mib()
+        clients.outcome.rss_before = resident_mib()
         outcome = clients.run(options.clients, 60 * options.minutes, options.seed)
         outcome.num_unfinished = settle(url)
-        outcome.rss_end = rss_mib()
+        outcome.rss_end = resident_mib()
         outcome.pool_left = metric(url, "dllm:activation_pool_in_use_bytes")
     return outcome
 
@@ -281,12 +280,6 @@ def settle(url: str) -> float:
         if left == 0 or time.monotonic() > deadline:
             return left
         time.sleep(1.0)
-
-
-def rss_mib() -> float:
-    """Return the resident memory, in MiB, of the processes that this process has started."""
-    children = psutil.Process().children(recursive=True)
-    return float(sum(child.memory_info().rss for child in children) / 2**20)
 
 
 def summary(outcome: Outcome) -> str:
