@@ -35,25 +35,24 @@ def test_tilings_give_each_multiprocessor_one_block(columns: int, depth: int, ga
 
 
 @pytest.mark.parametrize(
-    ("columns", "depth", "further", "wanted"),
+    ("columns", "further", "wanted", "is_ours"),
     [
-        (12288, 256, 48, 96),
-        (12288, 256, 384, 384),
-        (24576, 256, 32, 192),
-        (4096, 256, 128, 128),
-        (1024, 256, 16, 32),
-        (2048, 256, 40, 64),
-        (12288, 256, 400, 416),
+        (12288, 48, 96, True),
+        (12288, 384, 384, True),
+        (24576, 32, 192, True),
+        (4096, 128, 128, True),
+        (1024, 16, 32, True),
+        (2048, 40, 64, True),
+        (12288, 400, 416, False),  # more blocks than multiprocessors
     ],
 )
 def test_extended_weights_keep_a_tiling_for_few_rows(
-    columns: int, depth: int, further: int, wanted: int
+    columns: int, further: int, wanted: int, is_ours: bool
 ) -> None:
-    """Up to 132 blocks run at the same time. The last product needs more."""
-    extended = dispatch.extended_columns(columns + further, depth, card=CARD)
+    extended = dispatch.extended_columns(columns + further, 256, card=CARD)
     assert extended == columns + wanted
-    assert (tiling(32, extended, depth) is None) == (further == 400)
-    assert dispatch.extended_columns(columns + further, depth, card=OTHER_CARD) % 32 == 0
+    assert (tiling(32, extended, 256) is not None) == is_ours
+    assert dispatch.extended_columns(columns + further, 256, card=OTHER_CARD) % 32 == 0
 
 
 def test_few_rows_are_ours_as_far_as_they_are_faster() -> None:

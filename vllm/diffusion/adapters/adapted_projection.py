@@ -73,8 +73,7 @@ class AdaptedProjection(ops.Projection):
         return self._base.rows(buffer, num_rows, scratch)
 
     def project(self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL) -> None:
-        if self._is_joined(len(x), columns):
-            self._write(x, out, self._adapted.tiles, scratch, adds=False)
+        if self._multiplies_once(x, out, scratch, columns):
             return
         with self._shrinking(x, len(out), scratch) as low:
             self._base.project(x, out, scratch, columns)
@@ -103,8 +102,7 @@ class AdaptedProjection(ops.Projection):
             ops.quantise_rows(plain, out)
 
     def multiply(self, h: Any, out: Tensor, scratch: Buffers, features: slice = ALL) -> None:
-        if features == ALL and self._is_joined(len(out)):
-            self._write(h, out, self._adapted.tiles, scratch, adds=False)
+        if features == ALL and self._multiplies_once(h, out, scratch):
             return
         with self._shrinking(h, len(out), scratch, features) as low:
             self._base.multiply(h, out, scratch, features)
@@ -112,8 +110,7 @@ class AdaptedProjection(ops.Projection):
 
     def add_to(self, x: Tensor, h: Any, scratch: Buffers, features: slice = ALL) -> None:
         if not (self._base.is_summed and self.is_used):
-            if features == ALL and self._is_joined(len(x)):
-                self._write(h, x, self._adapted.tiles, scratch, adds=True)
+            if features == ALL and self._multiplies_once(h, x, scratch, adds=True):
                 return
             with self._shrinking(h, len(x), scratch, features) as low:
                 self._base.add_to(x, h, scratch, features)
@@ -163,12 +160,17 @@ class AdaptedProjection(ops.Projection):
         """Whether an adapter of the current rows may change this product."""
         return self._adapted.use(self._slots)
 
-    def _is_joined(self, num_rows: int, columns: slice = ALL) -> bool:
-        """Whether a product of some rows includes the products with first matrices."""
-        if not (num_rows and self._extended is not None and self.is_used):
+    def _multiplies_once(
+        self, x: Any, out: Tensor, scratch: Buffers, columns: slice = ALL, *, adds: bool = False
+    ) -> bool:
+        """Multiply by the weight and by first matrices at once; False if they are not joined."""
+        if not (len(out) and self._extended is not None and self.is_used):
             return False
         # A slice of all columns may have numbers as its bounds.
-        return columns.indices(self._columns)[:2] == (0, self._columns)
+        if columns.indices(self._columns)[:2] != (0, self._columns):
+            return False
+        self._write(x, out, self._adapted.tiles, scratch, adds=adds)
+        return True
 
     def _gated_with_tail(self, x: Any, out: Any, tiles: ops.Tiles, scratch: Buffers) -> bool:
         """Write silu(gate) * up with the adapters' products; False if no kernel should."""

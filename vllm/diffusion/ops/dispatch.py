@@ -36,7 +36,6 @@ _SKINNY = (
     _Skinny(Tiling(32, split=4), max_rows=64),
     _Skinny(Tiling(192), max_rows=128),
 )
-_EXTENDED_UNITS = (32, 64, 96, 192)  # columns of the tiles of `_SKINNY`
 _SKINNY_GATED = (
     _Skinny(Tiling(192), max_rows=128),
     _Skinny(Tiling(96), max_rows=64),
@@ -153,7 +152,8 @@ def extended_columns(num_columns: int, depth: int, *, card: DeviceInfo) -> int:
 
     Tilings for few rows divide this number, if there is one close to `num_columns`.
     """
-    wholes = sorted({ceil(num_columns / unit) * unit for unit in _EXTENDED_UNITS})
+    units = {candidate.tiling.columns for candidate in _SKINNY}
+    wholes = sorted({ceil(num_columns / unit) * unit for unit in units})
     for whole in wholes:
         if _skinny_tiling(_SKINNY, 1, whole, depth, card.multiprocessors) is not None:
             return whole

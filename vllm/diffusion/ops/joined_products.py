@@ -77,6 +77,8 @@ def can_add_tail(base: Projection) -> bool:
 
 def tail_tiling(base: PlainProjection, x: Tensor) -> Tiling | None:
     """Return the tiling of `gated_with_tail` for rows x; None if it has none, or would be slow."""
+    if not has_fused_linear(x, base.weight):
+        return None
     return dispatch.tail_tiling(len(x), *base.weight.shape, card=dispatch.card_of(x.device))
 
 

@@ -89,7 +89,7 @@ def fused_linear(
         epilogue: operation on the product before it is written. For SILU_MUL both halves, silu and
             the result are rounded as separate operations would round them.
         early: allow the kernel to read the weight, and that of the tail, while the previous kernel
-            of the stream ends. Requires that this kernel writes neither. Not with `PORTABLE`.
+            of the stream ends, which must not write them. Not with `PORTABLE`.
         ahead: contiguous; data that the next kernel reads first. This kernel fetches it into the
             cache once all of the weight has been requested. Not with tiles of rows or `PORTABLE`.
         tail: rows [R, K] and a weight [N, K], with the dtype and device of x; rows may be strided.
