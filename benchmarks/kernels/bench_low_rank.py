@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, random_rows, report
 from gather_gemm import LowRank, Piece, Tiles, expand, gated_expand, low_rank_tile, shrink
 from vllm.diffusion.core.stages import FreshBuffers
-from vllm.diffusion.ops import dispatch, silu_mul, take_low, tile_table
+from vllm.diffusion.ops import dispatch, plain_projection, silu_mul, take_low, tile_table
 from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear
 
 if TYPE_CHECKING:
@@ -106,7 +106,6 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
     extended = dispatch.extended_columns(columns + num_numbers, options.hidden, card=card)
     both = random_rows(num_rows, extended)
     low = both[:, columns : columns + num_numbers].unflatten(1, (options.slots, -1))
-    few = dispatch.linear_tiling(num_rows, extended, options.hidden, gated=False, card=card)
     chosen = dispatch.linear_tiling(num_rows, columns, options.hidden, gated=True, card=card)
     tail = dispatch.tail_tiling(num_rows, columns, options.hidden, card=card)
     tail = tail or Tiling(192, rows=128)
@@ -120,10 +119,7 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
         silu_mul(product.out, out=out)
 
     def stored(product: Product, weight: Tensor, up: Tensor) -> None:
-        if few is None:
-            torch.mm(product.x, weight.t(), out=both)
-        else:
-            fused_linear(product.x, weight, both, tiling=few, early=True)
+        plain_projection(weight).project(product.x, both, FreshBuffers(both.device))
         gated_expand(low, product.matrices, tiles, both[:, :columns], out)
 
     def with_tail(product: Product, weight: Tensor, up: Tensor) -> None:
