@@ -15,8 +15,9 @@ which every other one uses an adapter that stays. At last the adapter of all cli
     tokens/s        median over the rounds; `of without` relative to the server without adapters
     load            seconds from the request to its answer; the files were read before
     longest gap     longest time between two steps of a request, measured by its client. The limit
-                    is two median steps and 20 ms
-    replaced        seconds from the request until a client receives the next step
+                    is twice the longest gap without loads and 20 ms; next to replacements, it is
+                    three times this gap and 50 ms
+    growth          of the memory of all processes and of the CUDA graphs
 
 Written: adapter_serving.json and the logs of both servers.
 """
@@ -37,7 +38,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -63,6 +64,7 @@ SETTLE_S, PAUSE_S, POLL_S = 3.0, 1.0, 0.001
 NUM_LOADS = 5  # idle loads of a rank, and replacements
 NUM_ALONE = 4  # requests of a round with one client
 GAP_STEPS, GAP_MS = 2, 20  # limit of the longest gap next to loads
+REPLACED_STEPS, REPLACED_MS = 3, 50  # limit of the longest gap next to replacements
 THROUGHPUT = {"clients": ">7", "without, tokens/s": ">17.1f", "none, tokens/s": ">14.1f"}
 THROUGHPUT |= {"adapter, tokens/s": ">17.1f", "none, of without": ">16.3f"}
 THROUGHPUT |= {"adapter, of without": ">19.3f"}
@@ -97,6 +99,21 @@ class Fact:
     value: float
     unit: str
     limit: float | None = None
+
+
+class Memory(NamedTuple):
+    """MiB of a server: of its CUDA graphs, and of all processes on the host."""
+
+    graphs: float
+    resident: float
+
+    @classmethod
+    def of(cls, client: Client) -> Memory:
+        """Measure the memory of a client's server."""
+        return cls(client.graphs_mib(), resident_mib())
+
+    def __sub__(self, before: Memory) -> Memory:
+        return Memory(self.graphs - before.graphs, self.resident - before.resident)
 
 
 class Client:
@@ -329,39 +346,55 @@ def gaps(watched: list[list[float]], since: float = 0.0) -> list[float]:
 def loads_next_to_clients(
     client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> Iterator[Fact]:
-    """Load and unload an adapter many times next to other requests."""
+    """Load and unload an adapter many times next to other requests, after as long without."""
     with busy(client, prompts, lambda number: HELD if number % 2 else None, options) as watched:
-        before = gaps(watched)
-        resident, graphs = resident_mib(), client.graphs_mib()
         began = time.perf_counter()
-        for number in range(options.loads):
-            name = f"next-{number}"
-            client.change("load", lora_name=name, lora_path=str(path))
-            client.change("unload", lora_name=name)
+        load_and_unload(client, path, "first", NUM_LOADS)
+        seconds = (time.perf_counter() - began) / NUM_LOADS * options.loads
+        memory, began = Memory.of(client), time.perf_counter()
+        time.sleep(seconds)
+        without, before = Memory.of(client) - memory, gaps(watched, began)
+        memory, began = Memory.of(client), time.perf_counter()
+        load_and_unload(client, path, "next", options.loads)
         seconds, during = time.perf_counter() - began, gaps(watched, began)
-        resident, graphs = resident_mib() - resident, client.graphs_mib() - graphs
-    step = statistics.median(before)
-    limit = GAP_STEPS * step + GAP_MS / 1000
-    yield Fact("median step next to clients", step, "s")
-    yield Fact("longest gap before the loads", max(before), "s")
+        growth = Memory.of(client) - memory
+    limit = GAP_STEPS * max(before) + GAP_MS / 1000
+    yield Fact("median step next to clients", statistics.median(before), "s")
+    yield Fact("longest gap without loads", max(before), "s")
     yield Fact(f"longest gap during {options.loads} loads", max(during), "s", limit)
     yield Fact(f"{options.loads} loads and unloads", seconds, "s")
-    yield Fact("growth of the processes", resident, "MiB", 1)
-    yield Fact("growth of the graphs", graphs, "MiB", 0)
+    yield Fact("growth of the processes without loads", without.resident, "MiB")
+    yield Fact("growth of the processes during the loads", growth.resident, "MiB", 1)
+    yield Fact("growth of the graphs during the loads", growth.graphs, "MiB", 0)
+
+
+def load_and_unload(client: Client, path: Path, name: str, count: int) -> None:
+    """Load an adapter and unload it, `count` times."""
+    for number in range(count):
+        client.change("load", lora_name=f"{name}-{number}", lora_path=str(path))
+        client.change("unload", lora_name=f"{name}-{number}")
 
 
 def replacement(
     client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> Iterator[Fact]:
     """Replace the adapter of all clients several times."""
-    waits = list[float]()
+    loads, waits = list[float](), list[float]()
     with busy(client, prompts, lambda _: HELD, options) as watched:
+        began = time.perf_counter()
+        time.sleep(NUM_LOADS * PAUSE_S)
+        before, began = gaps(watched, began), time.perf_counter()
         for _ in range(NUM_LOADS):
-            sent = time.perf_counter()
-            client.change("load", lora_name=HELD, lora_path=str(path), load_inplace=True)
-            waits.append(wait_for_step(watched, time.perf_counter()) - sent)
+            body = {"lora_name": HELD, "lora_path": str(path), "load_inplace": True}
+            loads.append(client.change("load", **body))
+            answered = time.perf_counter()
+            waits.append(wait_for_step(watched, answered) - answered)
             time.sleep(PAUSE_S)
-    yield Fact("replaced, until the next step", statistics.median(waits), "s")
+        during = gaps(watched, began)
+    limit = REPLACED_STEPS * max(before) + REPLACED_MS / 1000
+    yield Fact("replacement of the adapter of all clients", statistics.median(loads), "s")
+    yield Fact("longest gap during replacements", max(during), "s", limit)
+    yield Fact("from a replacement to the next step", statistics.median(waits), "s", limit)
 
 
 if __name__ == "__main__":
