@@ -14,6 +14,7 @@ which every other one uses an adapter that stays. At last the adapter of all cli
 
     tokens/s        median over the rounds; `of without` relative to the server without adapters
     load            seconds from the request to its answer; the files were read before
+    first step      seconds from a request of an idle server until its client receives a step
     longest gap     longest time between two steps of a request, measured by its client. The limit
                     is twice the longest gap without loads and 20 ms; next to replacements, it is
                     three times this gap and 50 ms
@@ -61,8 +62,9 @@ POOL_BYTES = 16 << 30
 ANSWER_S = 600.0
 HELD = "held"  # the adapter that stays loaded
 SETTLE_S, PAUSE_S, POLL_S = 3.0, 1.0, 0.001
+NUM_SLOTS = 2  # one for `HELD`, and one for an adapter that comes and goes
 NUM_LOADS = 5  # idle loads of a rank, and replacements
-NUM_ALONE = 4  # requests of a round with one client
+NUM_ALONE = 16  # requests of a round with one client
 GAP_STEPS, GAP_MS = 2, 20  # limit of the longest gap next to loads
 REPLACED_STEPS, REPLACED_MS = 3, 50  # limit of the longest gap next to replacements
 THROUGHPUT = {"clients": ">7", "without, tokens/s": ">17.1f", "none, tokens/s": ">14.1f"}
@@ -186,13 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             clients.append(client)
         clients[1].change("load", lora_name=HELD, lora_path=str(paths[options.rank]))
         rows = throughput_of(clients, prompts, options)
-        facts += idle_loads(clients[1], paths)
-        facts += loads_next_to_clients(clients[1], paths[options.rank], prompts, options)
-        facts += replacement(clients[1], paths[options.rank], prompts, options)
-    table = Table(FACTS, "measured value unit limit")
-    for fact in facts:
-        table.add(fact)
-    harness.write("adapter_serving", options, rows, facts=[vars(fact) for fact in facts])
+        table, path = Table(FACTS, "measured value unit limit"), paths[options.rank]
+        for fact in itertools.chain(
+            facts,
+            idle_loads(clients[1], paths),
+            placements(clients[1], path, prompts[0]),
+            loads_next_to_clients(clients[1], path, prompts, options),
+            replacement(clients[1], path, prompts, options),
+        ):
+            table.add(fact)
+    harness.write("adapter_serving", options, rows, facts=[vars(fact) for fact in table.rows])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -200,7 +205,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.Parser("adapter_serving", __doc__)
     parser.shape(None, takes_model=True)
     parser.option("--clients", [1, 64], "numbers of clients", type=positive)
-    parser.option("--requests", 64, "requests of a round with more than one client", type=positive)
+    parser.option("--requests", 128, "requests of a round with more than one client", type=positive)
     parser.option("--rounds", 3, type=positive)
     parser.option("--rank", 16, "rank of the adapter of the clients", type=positive)
     parser.option("--load-ranks", [16, 128], "ranks of the idle loads", type=positive)
@@ -219,9 +224,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def lora_flags(options: argparse.Namespace) -> list[object]:
-    """Return the flags of the server with adapters: a slot for `HELD`, and one for the loads."""
-    rank = max(options.rank, *options.load_ranks)
-    return ["--enable-lora", "--max-loras", 2, "--max-cpu-loras", 4, "--max-lora-rank", rank]
+    """Return the flags of the server with adapters; all of them are on the host at once."""
+    rank, most = max(options.rank, *options.load_ranks), NUM_SLOTS + 2
+    flags = ["--enable-lora", "--max-loras", NUM_SLOTS, "--max-cpu-loras", most]
+    return [*flags, "--max-lora-rank", rank]
 
 
 @contextmanager
@@ -270,6 +276,24 @@ def idle_loads(client: Client, paths: dict[int, Path]) -> Iterator[Fact]:
             client.change("unload", lora_name=name)
         mib = (path / "adapter_model.safetensors").stat().st_size / 2**20
         yield Fact(f"load of rank {rank}, {mib:.0f} MiB", statistics.median(seconds[1:]), "s")
+
+
+def placements(client: Client, path: Path, prompt: Sequence[int]) -> Iterator[Fact]:
+    """Measure the time to the first step, with the adapter in a slot and without a slot."""
+    names = [f"place-{number}" for number in range(NUM_SLOTS + 1)]
+    for name in names:
+        client.change("load", lora_name=name, lora_path=str(path))
+    # An adapter without a slot takes that of the adapter that was used least recently.
+    for where, own in (("in a slot", names[:1]), ("without a slot", names)):
+        seconds = list[float]()
+        for name in own * (1 + NUM_LOADS):
+            sent = time.perf_counter()
+            first, *_ = client.steps(prompt, name)
+            seconds.append(first - sent)
+        value = statistics.median(seconds[len(own) :])
+        yield Fact(f"first step, adapter {where}", value, "s")
+    for name in names:
+        client.change("unload", lora_name=name)
 
 
 @contextmanager

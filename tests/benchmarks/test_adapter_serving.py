@@ -24,8 +24,9 @@ def test_servers_and_loads_are_measured(tmp_path: Path) -> None:
         assert row["clients"] == count
         assert min(row[name] for name in ("without", "none", "adapter")) > 0
     facts = {fact["measured"]: fact for fact in content["facts"]}
-    gap, step = facts["longest gap during 3 loads"], facts["median step next to clients"]
-    assert gap["limit"] == pytest.approx(2 * step["value"] + 0.02)
-    names = ("start without adapters", "start with adapters", "replaced, until the next step")
+    gap, before = facts["longest gap during 3 loads"], facts["longest gap without loads"]
+    assert gap["limit"] == pytest.approx(2 * before["value"] + 0.02)
+    names = ("start without adapters", "start with adapters", "from a replacement to the next step")
     assert all(facts[name]["value"] > 0 for name in names)
+    assert sum(name.startswith("first step, adapter") for name in facts) == 2
     assert sum(name.startswith("load of rank") for name in facts) == 2
