@@ -87,5 +87,5 @@ print(f"answer: {text}" if text else f"empty answer: {num_ends} end tokens")' <<
 
 say "stopping the server"
 stop_server
-say "done; to serve it with the web page: MODEL_DIR=models/llada-tiny scripts/run_llada_server.sh," \
+say "done; to serve it with the web page: scripts/run_llada_server.sh models/llada-tiny," \
   "then open http://127.0.0.1:8901/"

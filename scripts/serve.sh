@@ -17,14 +17,16 @@ print_usage() {
   cat <<END
 Serve $1 checkpoint over HTTP.
 
-usage: scripts/$(basename -- "$0") [server arguments]
+usage: scripts/$(basename -- "$0") [MODEL] [server arguments]
+
+  MODEL is the checkpoint, a folder or a name on the Hugging Face Hub. Without it, the
+  environment names the checkpoint.
 
   scripts/$(basename -- "$0") --help=Diffusion   shows Mosaic's own server arguments,
   --help=all every one, --help=max-model-len one.
 
 Environment:
-  MODEL_DIR                        the checkpoint, a folder or a name on the Hugging Face Hub;
-                                   overrides the next two variables
+  MODEL_DIR                        the checkpoint; overrides the next two variables
 $(printf '  %-32s the same' "$2")
   MOSAIC_MODEL_ROOT                folder that contains $3
                                    (default \$MOSAIC_HOME/models)
@@ -38,10 +40,10 @@ $(printf '  %-32s the same' "$2")
 END
 }
 
-# serve_family TITLE FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [server arguments]
+# serve_family TITLE FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [MODEL] [server arguments]
 #
-# The model is $MODEL_DIR, else the family's own variable (such as $LLADA_MODEL_DIR), else
-# $MOSAIC_MODEL_ROOT/DEFAULT_NAME. $PORT and $MAX_MODEL_LEN override the last two defaults. The
+# The model is the argument MODEL, else $MODEL_DIR, else the family's own variable (such as
+# $LLADA_MODEL_DIR), else $MOSAIC_MODEL_ROOT/DEFAULT_NAME. $PORT and $MAX_MODEL_LEN override the last two defaults. The
 # server replaces the shell, so signals reach it.
 serve_family() {
   local title=$1 family=$2 default_name=$3 default_port=$4 default_max_len=$5
@@ -64,6 +66,13 @@ serve_family() {
 
   local default=${MOSAIC_MODEL_ROOT:-$home/models}/$default_name
   local model=${MODEL_DIR:-${!variable:-$default}}
+  case "${1:-}" in
+    "" | -*) ;; # no model, but the first server argument
+    *)
+      model=$1
+      shift
+      ;;
+  esac
 
   # A folder is served under its last name, and under its path, as by vLLM.
   local names=()
@@ -74,9 +83,9 @@ serve_family() {
     stable-diffcoder | a2d) tiny=llada ;;
     diffusion-gemma) tiny= ;;
   esac
-  [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: MODEL_DIR and $variable are" \
-    "not set, and MOSAIC_MODEL_ROOT has no folder $default; give a folder or a name on the Hugging" \
-    "Face Hub${tiny:+; without a download: .venv/bin/python scripts/make_tiny_model.py \
+  [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: no argument MODEL," \
+    "MODEL_DIR and $variable are not set, and MOSAIC_MODEL_ROOT has no folder $default; give a" \
+    "folder or a name on the Hugging Face Hub${tiny:+; without a download: .venv/bin/python scripts/make_tiny_model.py \
 --family $tiny makes models/$tiny-tiny}"
 
   # Split as a shell would, so that a quoted JSON value stays one argument; nothing is evaluated.

@@ -7,8 +7,8 @@ With a server (see README.md), or with an engine inside this process:
     python docs/examples/chat.py --server http://127.0.0.1:8901
     python docs/examples/chat.py --model models/llada-tiny --local-leap
 
-Committed tokens are bright, proposals that may still change are dim, masked positions are dots.
-Ctrl-D ends the conversation. Questions may also be piped in, one a line.
+Committed tokens are bright. Proposals that may still change are dim, and masked positions are dots.
+Ctrl-D ends the conversation. Questions can also come from a pipe, one per line.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Messages = list[dict[str, str]]
 
 
 class Frame(NamedTuple):
-    """How far an answer has come.
+    """The state of an answer after a step.
 
     Attributes:
-        text: the part that is final.
-        canvas: text of every position and whether it is committed; empty where it is not known.
-        progress: how far that is, in words.
-        num_end_tokens: of the canvas of a complete answer, that are no part of it.
+        text: the final part of its text.
+        canvas: text of every position, and whether it is committed; empty if it is not known.
+        progress: number of steps and tokens, elapsed and remaining time.
+        num_end_tokens: number of end tokens in the canvas of a complete answer.
     """
 
     text: str
@@ -52,14 +52,14 @@ class Frame(NamedTuple):
             return Text(self.text)
         shown = Text(f"{self.progress}\n", "dim")
         for piece, is_committed in self.canvas:
-            if piece.startswith("<|") and piece.endswith("|>"):  # a special token, or still a mask
+            if piece.startswith("<|") and piece.endswith("|>"):  # a special token, or a mask
                 piece = "" if is_committed else "·"
             shown.append(piece, "" if is_committed else "dim")
         return shown
 
 
 class Clock:
-    """Says how far an answer is, and how long it still takes at its pace so far."""
+    """Describes the progress of an answer, and estimates the remaining time."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -72,11 +72,11 @@ class Clock:
 
 class Model(Protocol):
     def answer(self, messages: Messages) -> Iterator[Frame]:
-        """Frames of the answer; the last one is complete."""
+        """Yield frames of the answer; the last one is complete."""
 
 
 class Server:
-    """A running server, asked through `POST /generate`."""
+    """A running server (`POST /generate`)."""
 
     def __init__(self, url: str, api_key: str | None, fields: dict[str, Any]) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -128,7 +128,7 @@ class Engine:
 
         try:
             self._engine = LLM(model=model, use_tqdm_on_load=False).llm_engine
-        except (OSError, ValueError) as error:  # no checkpoint, or none that can be served
+        except (OSError, ValueError) as error:  # no checkpoint, or an unsupported one
             raise SystemExit(f"error: {error}") from None
         self._tokenizer = self._engine.get_tokenizer()
         self._sampling = SamplingParams(
@@ -158,7 +158,7 @@ class Engine:
                 yield Frame(output.outputs[0].text, canvas, progress, num_end_tokens)
 
     def _unpack(self, canvas: dict[str, Any] | None) -> list[tuple[str, bool]]:
-        """Token ids are int32, flags are bytes."""
+        """Decode each position. Token ids are int32, flags are bytes."""
         if canvas is None:
             return []
         token_ids = memoryview(canvas["token_ids"]).cast("i").tolist()
@@ -170,25 +170,29 @@ class Engine:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", metavar="URL", help="of a running server")
+    where.add_argument("--server", metavar="URL", help="URL of a running server")
     where.add_argument("--model", metavar="FOLDER", help="a checkpoint to load into this process")
     parser.add_argument("--adapter", metavar="NAME", help="a LoRA adapter of the server")
-    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="of the server")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("VLLM_API_KEY"), help="API key of the server"
+    )
     parser.add_argument("--gen-length", type=int, default=32, help="canvas length (default: 32)")
-    parser.add_argument("--steps", type=int, help="denoise steps (default: one per token)")
+    parser.add_argument("--steps", type=int, help="denoising steps (default: one per token)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     parser.add_argument(
-        "--local-leap", action="store_true", help="commit more around tokens that are certain"
+        "--local-leap",
+        action="store_true",
+        help="commit several tokens per step, around tokens with a high confidence",
     )
-    parser.add_argument("--plain", action="store_true", help="show the final text only")
+    parser.add_argument("--plain", action="store_true", help="show only the final text")
     args = parser.parse_args()
     if args.adapter and not args.server:
-        parser.error("--adapter: wanted --server with it")
+        parser.error("--adapter: given without --server; wanted both")
     return args
 
 
 def diffusion_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The parameters of every request."""
+    """Return the parameters of every request."""
     fields: dict[str, Any] = {"gen_length": args.gen_length, "temperature": args.temperature}
     if args.steps is not None:
         fields["steps"] = args.steps
@@ -202,7 +206,7 @@ def diffusion_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def questions() -> Iterator[str]:
-    """Lines of the terminal or of a pipe, without empty ones."""
+    """Yield the lines of the terminal or of a pipe, without empty lines."""
     while True:
         try:
             line = input("you> " if sys.stdin.isatty() else "")
@@ -213,7 +217,7 @@ def questions() -> Iterator[str]:
 
 
 def show(frames: Iterator[Frame], console: Console) -> str:
-    """Draw frames over each other as they come, in a pipe only the last; returns the answer."""
+    """Draw each frame over the previous one, or only the last one to a pipe; return the answer."""
     frame = Frame("", [])
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for frame in frames:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a server through LangChain's OpenAI class (`pip install langchain-openai`).
+"""Ask a server through LangChain (`pip install langchain-openai`).
 
     python docs/examples/langchain_client.py --server http://127.0.0.1:8901
 
-LlamaIndex's `OpenAILike(api_base=..., is_chat_model=True, additional_kwargs={"extra_body": {...}})`
-takes the same.
+In LlamaIndex, pass the same `extra_body` to
+`OpenAILike(api_base=..., is_chat_model=True, additional_kwargs={"extra_body": {...}})`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from langchain_openai import ChatOpenAI
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ask a server through LangChain.")
     parser.add_argument("--server", metavar="URL", default="http://127.0.0.1:8901")
-    parser.add_argument("--model", default="models/llada-tiny", help="as /v1/models names it")
+    parser.add_argument(
+        "--model", default="models/llada-tiny", help="name of the model in /v1/models"
+    )
     args = parser.parse_args()
     chat = ChatOpenAI(
         base_url=f"{args.server}/v1",

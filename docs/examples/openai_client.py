@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a server through the `openai` package: a plain answer, then a streamed one.
+"""Ask a server through the `openai` package, without and with a stream.
 
     python docs/examples/openai_client.py --server http://127.0.0.1:8901
 
-Fields that OpenAI does not have go into `extra_body`.
+Pass fields that are not part of OpenAI's API in `extra_body`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """Train the tiny model by reinforcement learning (GRPO), with its rollouts from a server.
 
     mkdir -p /tmp/updates
-    MODEL_DIR=models/llada-tiny VLLM_SERVER_DEV_MODE=1 scripts/run_llada_server.sh \
+    VLLM_SERVER_DEV_MODE=1 scripts/run_llada_server.sh models/llada-tiny \
         --dtype float32 --weight-transfer-config '{"backend": "disk"}' \
         --additional-config '{"dllm": {"weight_update_root": "/tmp/updates"}}'
     python docs/examples/rl_tiny.py --updates /tmp/updates
@@ -11,16 +11,16 @@
 With `--lora 8` only an adapter is trained, and each iteration loads it under a new name. The server
 then needs other flags:
 
-    MODEL_DIR=models/llada-tiny VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \
-        scripts/run_llada_server.sh --dtype float32 --enable-lora --max-loras 2
+    VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 \
+        scripts/run_llada_server.sh models/llada-tiny --dtype float32 --enable-lora --max-loras 2
 
-The task: questions in wordings that the model was never taught, as "the sky is of what colour?".
-An answer is worth 1 if it is the right one, else 0. Every iteration asks some questions several
-times at temperature 1 and takes one step of AdamW on what came back: per commit, the log
-probability of its token given the state of the canvas before the step, times how much better than
-the other answers to its question that answer was. The new weights go to the server as a file.
+The questions have wordings that the model was not trained on, for example "the sky is of what
+colour?". The reward is 1 for the right answer, else 0. Each iteration asks some questions several
+times at temperature 1, and takes one step of AdamW. The loss is a sum over the committed tokens:
+the log probability of a token, given the canvas before its step, times the advantage of its answer
+over the other answers to the same question. Then the server loads the new weights from a file.
 
-It prints the mean reward of every iteration, and draws it.
+The script prints the mean reward of every iteration, and draws it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 CANVAS = {"gen_length": 32, "block_length": 32, "steps": 8}
 SAMPLED = {**CANVAS, "temperature": 1.0, "cache": "none", "return_trajectory": True}
-# None of these wordings is taught or asked when the model is made.
+# Wordings that the training of the tiny model does not use.
 WORDINGS = {
     "country": ("Tell me where {capital} is.", "I want to know where {capital} is."),
     "colour": ("{thing} has which colour?", "{thing} is of what colour?"),
@@ -72,7 +72,7 @@ MAX_DIFFERENCE = 1e-4  # between log probabilities of the server and of the trai
 
 @dataclass(frozen=True)
 class Question:
-    """A question, as the prompt's token ids, and its only right answer."""
+    """A question, as the token ids of its prompt, and its only right answer."""
 
     prompt: list[int]
     answer: str
@@ -80,7 +80,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Rollout:
-    """An answer with its reward, and how much better it was than others to its question."""
+    """An answer with its reward, and its advantage over other answers to the same question."""
 
     prompt: list[int]
     trajectory: dict[str, Any]
@@ -89,11 +89,11 @@ class Rollout:
 
 
 class Server:
-    """The server, as a trainer uses it.
+    """The routes of the server that a trainer needs.
 
     Args:
-        url: where it listens.
-        updates: its folder for updates.
+        url: URL of the server.
+        updates: folder for weights and adapters.
     """
 
     def __init__(self, url: str, updates: Path) -> None:
@@ -103,7 +103,7 @@ class Server:
         self._adapter: str | None = None
 
     def post(self, route: str, body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
-        """Send a body, and return the answer."""
+        """Send a request, and return the answer."""
         answer: dict[str, Any] = json.loads(self._post_text(route, body, **query))
         return answer
 
@@ -114,14 +114,14 @@ class Server:
         return response.text
 
     def answers(self, questions: Sequence[Question], **fields: Any) -> dict[str, Any]:
-        """Ask all questions at once, with the newest adapter if there is one."""
+        """Ask all questions at once, with the latest adapter if there is one."""
         body = {"prompt": [q.prompt for q in questions], "model": self._adapter, **fields}
         return self.post("/generate", body)
 
     def publish(self, trainer: Trainer, version: str) -> None:
-        """Send the weights, or the adapter, of a trainer; running requests would wait and go on."""
+        """Load the weights or the adapter of a trainer. Running requests are paused meanwhile."""
         folder = self._updates / version
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left it
         folder.mkdir()
         self.post("/pause", mode="keep")
         try:
@@ -155,7 +155,7 @@ class Server:
 
 
 class LowRank(nn.Module):
-    """A weight plus the product of two small matrices, which begins at zero.
+    """A weight plus the product of two small matrices, which is zero at first.
 
     Args:
         weight: [out, in].
@@ -173,12 +173,12 @@ class LowRank(nn.Module):
 
 
 class Trainer:
-    """The network that learns.
+    """Trains the network.
 
     Args:
-        model: folder of the checkpoint that the server began with.
-        learning_rate: of AdamW.
-        rank: rank of the adapter that learns; 0 to train all weights.
+        model: folder of the checkpoint that the server has loaded.
+        learning_rate: learning rate of AdamW.
+        rank: rank of the adapter that is trained; 0 to train all weights.
     """
 
     def __init__(self, model: Path, learning_rate: float, rank: int = 0) -> None:
@@ -193,7 +193,7 @@ class Trainer:
         )
 
     def _add_adapter(self) -> dict[str, LowRank]:
-        """Freeze the network, and adapt the matrices of its layers; return these by their names."""
+        """Freeze the network, and add adapters to the matrices of its layers; return them."""
         self.network.requires_grad_(requires_grad=False)
         tensors = self.network.state_dict(keep_vars=True).items()
         names = {id(tensor): name.removesuffix(".weight") for name, tensor in tensors}
@@ -215,10 +215,11 @@ class Trainer:
         }
 
     def learn(self, rollouts: Sequence[Rollout]) -> float:
-        """Take one step.
+        """Take one step of the optimizer.
 
         Returns:
-            the largest difference between the server's log probabilities and ours before it.
+            the largest difference between the log probabilities of the server and of the trainer,
+            before the step.
         """
         num_commits = sum(len(r.trajectory["token_ids"]) for r in rollouts)
         largest = 0.0
@@ -235,9 +236,10 @@ class Trainer:
         return largest
 
     def _commits(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log probabilities of all K commits, ours and the server's, and advantages, [K].
+        """Return the trainer's and the server's log probabilities of all K commits, and advantages.
 
-        The rollouts have prompts of one length. One forward computes the states before all steps.
+        All three are [K]. The prompts have the same length. One forward computes the canvases
+        before all steps.
         """
         states, rows, positions, tokens = [], [], [], []
         given, advantages = [], []
@@ -261,7 +263,7 @@ class Trainer:
 
 
 def _by_length(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
-    """Group rollouts by the lengths of their prompts; those without an advantage teach nothing."""
+    """Group rollouts by the lengths of their prompts; leave out rollouts without an advantage."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.advantage:
@@ -272,7 +274,7 @@ def _by_length(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
 def judged(
     questions: Sequence[Question], answers: dict[str, Any], num_answers: int
 ) -> list[Rollout]:
-    """Give every answer its reward, and compare it with the others to its question."""
+    """Compute the reward and the advantage of every answer."""
     rollouts = []
     for number, question in enumerate(questions):
         own = range(number * num_answers, (number + 1) * num_answers)
@@ -286,7 +288,7 @@ def judged(
 
 
 def questions_of(model: Path) -> tuple[list[Question], list[Question]]:
-    """Return the questions to learn, and those that the model was taught."""
+    """Return the new questions, and the questions that the model was trained on."""
     tokenizer = load_tokenizer(model)
 
     def question(text: str, answer: str) -> Question:
@@ -306,7 +308,7 @@ def questions_of(model: Path) -> tuple[list[Question], list[Question]]:
 
 
 def share_right(server: Server, questions: Sequence[Question]) -> float:
-    """Share of questions whose most likely answer is the right one."""
+    """Return the share of questions whose answer at temperature 0 is right."""
     texts = server.answers(questions, **CANVAS, temperature=0.0)["text"]
     return sum(text == q.answer for text, q in zip(texts, questions, strict=True)) / len(texts)
 
@@ -329,22 +331,24 @@ def draw(rewards: Sequence[float], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train the tiny model by GRPO over HTTP.")
     parser.add_argument("--server", metavar="URL", default="http://127.0.0.1:8901")
-    parser.add_argument("--updates", type=Path, required=True, help="the server's folder for them")
+    parser.add_argument(
+        "--updates", type=Path, required=True, help="folder for weights and adapters"
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "llada-tiny")
     parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--questions", type=int, default=16, help="of an iteration")
-    parser.add_argument("--answers", type=int, default=8, help="to a question")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter only")
+    parser.add_argument("--questions", type=int, default=16, help="per iteration")
+    parser.add_argument("--answers", type=int, default=8, help="per question")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only an adapter")
     parser.add_argument(
         "--learning-rate",
         type=float,
-        help=f"{LEARNING_RATE:g}, or with --lora {ADAPTER_LEARNING_RATE:g}",
+        help=f"default: {LEARNING_RATE:g}, or {ADAPTER_LEARNING_RATE:g} with --lora",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--curve", type=Path, default=Path("rl_tiny.png"))
     options = parser.parse_args()
     if not options.updates.is_dir():
-        parser.error(f"--updates: given {options.updates}; wanted a folder that is there")
+        parser.error(f"--updates: given {options.updates}; wanted an existing folder")
     rng = random.Random(options.seed)
     server = Server(options.server, options.updates)
     usual_rate = ADAPTER_LEARNING_RATE if options.lora else LEARNING_RATE
@@ -353,7 +357,7 @@ def main() -> int:
     new, known = questions_of(options.model)
     known = rng.sample(known, 128)
     server.publish(trainer, "step-0")
-    print(f"knows {share_right(server, known):.3f} of what it was taught")
+    print(f"questions of the training: {share_right(server, known):.3f} right")
 
     rewards: list[float] = []
     started = time.monotonic()
@@ -365,7 +369,9 @@ def main() -> int:
         version = "adapter" if options.lora else "weight_version"
         versions = {rollout.trajectory[version] for rollout in rollouts}
         if versions != {f"step-{iteration}"}:
-            raise SystemExit(f"error: answers of {versions}; wanted step-{iteration} alone")
+            raise SystemExit(
+                f"error: answers have the versions {versions}; wanted only step-{iteration}"
+            )
         difference = trainer.learn(rollouts)
         if difference > MAX_DIFFERENCE:
             raise SystemExit(f"error: log probabilities differ by {difference:.1e}")
@@ -373,14 +379,14 @@ def main() -> int:
         rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
         print(
             f"iteration {iteration + 1}: mean reward {rewards[-1]:.3f}, "
-            f"log probabilities within {difference:.1e}, {time.monotonic() - started:.0f} s",
+            f"log probabilities differ by {difference:.1e}, {time.monotonic() - started:.0f} s",
             flush=True,
         )
     few = min(5, len(rewards))
     first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
     still = share_right(server, known)
-    print(f"mean reward {first:.3f} at first, {last:.3f} at last")
-    print(f"knows {still:.3f} of what it was taught")
+    print(f"mean reward: first {few} iterations {first:.3f}, last {few} iterations {last:.3f}")
+    print(f"questions of the training: {still:.3f} right")
     draw(rewards, options.curve)
     Path(options.curve).with_suffix(".json").write_text(json.dumps(rewards))
     return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories in the forms that trainers of diffusion models read.
+"""Convert trajectories to the input of several trainers of diffusion models.
 
 `trajectory` is an entry of `trajectory` in an answer of /generate, of `diffusion.trajectories` on
-the OpenAI routes, or `output.kv_transfer_params["dllm"]["trajectory"]` of `LLM`. Nothing is
-imported: a trainer may copy the function that it needs.
+the OpenAI routes, or `output.kv_transfer_params["dllm"]["trajectory"]` of `LLM`. The functions
+depend on no package, so a trainer can copy the function that it needs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Trajectory = dict[str, Any]
 
 
 def dare_contract(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the fields of contract 1 that DARE replays SDAR and LLaDA2 by.
+    """Return the fields of DARE's contract 1, for replays of SDAR and LLaDA2.
 
-    Ask with `complete_blocks: true`: the replay ends with the block of the answer's last token, so
-    that prompt and replay are whole blocks. Step maps count from 1 in every block.
+    Requests must have `complete_blocks: true`. The replay ends with the block of the answer's last
+    token, so that prompt and replay are whole blocks. Step maps count from 1 in every block.
     """
     length, tokens = trajectory["stop_length"], trajectory["token_ids"]
     ends = [*trajectory["block_starts"][1:], len(tokens)]
@@ -35,9 +35,9 @@ def dare_contract(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def dare_history(prompt: list[int], trajectory: Trajectory) -> list[list[int]]:
-    """Return prompt and canvas before each step and after the last, as DARE's loops keep them.
+    """Return the prompt and the canvas before each step, and after the last step.
 
-    For LLaDA and Dream, whose trainer decodes by itself today.
+    DARE's trainers of LLaDA and Dream decode by themselves, and record this list.
     """
     mask_id = trajectory["parameters"]["mask_id"]
     missing = trajectory["parameters"]["gen_length"] - len(trajectory["token_ids"])
@@ -53,10 +53,11 @@ def dare_history(prompt: list[int], trajectory: Trajectory) -> list[list[int]]:
 
 
 def reveal_steps(trajectory: Trajectory) -> dict[str, Any]:
-    """Return what NeMo-RL's dLLM fork reads: reveal steps from 0 in every block, and two columns.
+    """Return the columns that NeMo-RL's fork for diffusion models reads.
 
-    All is cut behind the last committed token. Entropies stand as the log probabilities of the mask
-    token, the second column; ask with `return_entropy: true`.
+    All columns end with the last committed token. Reveal steps count from 0 in every block. The
+    fork stores entropies as the log probabilities of the mask token. They require
+    `return_entropy: true`.
     """
     steps = trajectory["block_steps"]
     end = max((i + 1 for i, step in enumerate(steps) if step >= 0), default=0)
@@ -69,9 +70,9 @@ def reveal_steps(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def first_unmask_times(trajectory: Trajectory) -> list[int]:
-    """Return the step, from 1, at which each position was first filled: TraceRL's.
+    """Return the step, from 1, that first filled each position, as TraceRL requires.
 
-    Rules that replace tokens fill a position more than once.
+    Some decoding rules replace tokens, and so fill a position more than once.
     """
     times = list(trajectory["commit_steps"])
     edits = trajectory["edits"]

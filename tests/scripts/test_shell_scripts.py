@@ -135,6 +135,10 @@ class TestServer:
             "LLADA_MODEL_DIR": str(home / "family"),
             "MODEL_DIR": str(home / "direct"),
         }
+        _, words = self.serve(home, "Org/Model", "--seed", "1", **env)
+        assert words[3] == "Org/Model"
+        assert words[words.index("--seed") :][:2] == ["--seed", "1"]
+        assert words.count("Org/Model") == 1
         for wanted in ("direct", "family", "root/llada-8b-instruct"):
             _, words = self.serve(home, **env)
             assert words[3] == str(home / wanted)
