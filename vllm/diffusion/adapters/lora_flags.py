@@ -67,7 +67,9 @@ def reader_of(vllm_config: VllmConfig) -> AdapterReader | None:
     lora, model = vllm_config.lora_config, vllm_config.model_config
     if lora is None:
         return None
-    return AdapterReader(matrices_of(lora, model.hf_config), lora.max_lora_rank, model.dtype)
+    matrices = matrices_of(lora, model.hf_config)
+    is_on_gpu = vllm_config.device_config.device_type == "cuda"
+    return AdapterReader(matrices, lora.max_lora_rank, model.dtype, is_on_gpu)
 
 
 def matrices_of(lora: LoRAConfig, config: Any) -> Matrices:

@@ -66,6 +66,10 @@ class LowRank(NamedTuple):
     up: Tensor
     scale: float
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.down, self.up
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -121,11 +125,13 @@ class AdapterReader:
         matrices: the matrices that adapters may change.
         max_rank: the highest rank.
         dtype: dtype of the model.
+        is_pinned: whether adapters are read to pinned memory, which a GPU copies by itself.
     """
 
     matrices: Matrices
     max_rank: int
     dtype: torch.dtype
+    is_pinned: bool = False
 
     def check(self, name: str, path: str) -> None:
         """Check everything about a folder that does not depend on the numbers in its tensors.
@@ -169,7 +175,8 @@ class AdapterReader:
 
     def _converted(self, module: str, part: str, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in the dtype of the model, on the host."""
-        copy = tensor.detach().to("cpu", self.dtype, copy=True).contiguous()
+        copy = torch.empty(tensor.shape, dtype=self.dtype, pin_memory=self.is_pinned)
+        copy.copy_(tensor.detach())
         if not copy.isfinite().all():
             raise AdapterError(f"{module}: lora_{part}: wanted finite floating-point numbers")
         return copy

@@ -7,6 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.diffusion import ops
@@ -128,7 +129,8 @@ class ProductSlots:
     def write(self, slot: int, adapter: Adapter | None) -> list[tuple[int, float]]:
         """Copy an adapter's matrices into a slot; return rank and scale of each part.
 
-        Numbers of higher ranks stay as they are, because nothing reads them.
+        Numbers of higher ranks stay as they are, because nothing reads them. Whole matrices are
+        copied to the device, and cut and transposed there, so that the host waits for no step.
         """
         described, start = list[tuple[int, float]](), 0
         max_rank = self.matrices.up.shape[1]
@@ -142,9 +144,9 @@ class ProductSlots:
                 described.append((0, 0.0))
                 continue
             rank = len(low_rank.down)
-            downs[:rank].copy_(low_rank.down[:, part.features], non_blocking=True)
-            up = torch.cat([low_rank.up[own] for own in part.rows])
-            up = up.to(downs.device, non_blocking=True)
+            down, up = (m.to(downs.device, non_blocking=True) for m in low_rank.matrices)
+            downs[:rank].copy_(down[:, part.features])
+            up = torch.cat([up[own] for own in part.rows])
             self.matrices.up[slot, :rank, columns].copy_(up.t())
             if self.tail is not None:
                 first = (slot * len(self._parts) + number) * max_rank
@@ -214,17 +216,19 @@ class SlotMemory:
     def write(self, slot: int, adapter: Adapter | None) -> None:
         """Copy an adapter into a slot; None empties it. After a release, `restore` copies it.
 
-        The copies run on the current stream, behind the steps that read the old contents.
+        The copies run on the current stream, behind the steps that read the old contents. They do
+        not delay the host if the adapter is in pinned memory (`AdapterReader`).
         """
         self._adapters[slot] = adapter
         if self._is_released:
             return
-        ranks, scales = torch.zeros(2, len(self._ranks), _PARTS)
+        shape = len(self.products), _PARTS
+        ranks, scales = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for number, product in enumerate(self.products.values()):
             for part, (rank, scale) in enumerate(product.write(slot, adapter)):
                 ranks[number, part], scales[number, part] = rank, scale
-        self._ranks[:, slot] = ranks.to(self._ranks.device, torch.int32)
-        self._scales[:, slot] = scales.to(self._scales.device)
+        tables = ops.to_device((ranks, scales), self._ranks.device)
+        self._ranks[:, slot], self._scales[:, slot] = tables
 
     def release(self) -> None:
         """Release the memory of the slots. The adapters stay on the host, each with its slot."""
