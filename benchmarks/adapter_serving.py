@@ -16,9 +16,9 @@ which every other one uses an adapter that stays. At last the adapter of all cli
     load            seconds from the request to its answer; the files were read before
     first step      seconds from a request of an idle server until its client receives a step
     longest gap     longest time between two steps of a request, measured by its client. The limit
-                    is twice the longest gap without loads and 20 ms; next to replacements, it is
-                    three times this gap and 50 ms
-    growth          of the memory of all processes and of the CUDA graphs
+                    is twice the longest gap without loads, plus 20 ms; next to replacements, it
+                    is three times this gap, plus 50 ms
+    growth          increase of the memory of all processes, or of the CUDA graphs
 
 Written: adapter_serving.json and the logs of both servers.
 """
@@ -63,7 +63,7 @@ ANSWER_S = 600.0
 HELD = "held"  # the adapter that stays loaded
 SETTLE_S, PAUSE_S, POLL_S = 3.0, 1.0, 0.001
 NUM_SLOTS = 2  # one for `HELD`, and one for an adapter that comes and goes
-NUM_LOADS = 5  # idle loads of a rank, and replacements
+NUM_LOADS = 5  # repetitions of a load, a replacement or a placement
 NUM_ALONE = 16  # requests of a round with one client
 GAP_STEPS, GAP_MS = 2, 20  # limit of the longest gap next to loads
 REPLACED_STEPS, REPLACED_MS = 3, 50  # limit of the longest gap next to replacements
@@ -103,19 +103,30 @@ class Fact:
     limit: float | None = None
 
 
-class Memory(NamedTuple):
-    """MiB of a server: of its CUDA graphs, and of all processes on the host."""
+class Window(NamedTuple):
+    """Measurements of clients and of their server while other work runs.
 
+    Attributes:
+        seconds: duration of the work.
+        gaps: seconds between consecutive steps of a request.
+        graphs, resident: growth, in MiB, of the CUDA graphs, and of all processes on the host.
+    """
+
+    seconds: float
+    gaps: list[float]
     graphs: float
     resident: float
 
     @classmethod
-    def of(cls, client: Client) -> Memory:
-        """Measure the memory of a client's server."""
-        return cls(client.graphs_mib(), resident_mib())
-
-    def __sub__(self, before: Memory) -> Memory:
-        return Memory(self.graphs - before.graphs, self.resident - before.resident)
+    def of(cls, client: Client, watched: list[list[float]], work: Callable[[], object]) -> Window:
+        """Do the work; `watched` has the times of the steps of each request, as in `busy`."""
+        graphs, resident, began = client.graphs_mib(), resident_mib(), time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
+        gaps = [
+            end - start for times in list(watched) for start, end in pairwise(times) if end > began
+        ]
+        return cls(seconds, gaps, client.graphs_mib() - graphs, resident_mib() - resident)
 
 
 class Client:
@@ -224,7 +235,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def lora_flags(options: argparse.Namespace) -> list[object]:
-    """Return the flags of the server with adapters; all of them are on the host at once."""
+    """Return the flags of the server with adapters: its host holds all adapters at once."""
     rank, most = max(options.rank, *options.load_ranks), NUM_SLOTS + 2
     flags = ["--enable-lora", "--max-loras", NUM_SLOTS, "--max-cpu-loras", most]
     return [*flags, "--max-lora-rank", rank]
@@ -269,13 +280,10 @@ def throughput_of(
 def idle_loads(client: Client, paths: dict[int, Path]) -> Iterator[Fact]:
     """Load and unload adapters of each rank while no request runs."""
     for rank, path in sorted(paths.items()):
-        seconds = list[float]()
-        for number in range(1 + NUM_LOADS):  # the first one reads the files
-            name = f"idle-{rank}-{number}"
-            seconds.append(client.change("load", lora_name=name, lora_path=str(path)))
-            client.change("unload", lora_name=name)
+        # The first load reads the files.
+        _, *seconds = load_and_unload(client, path, f"idle-{rank}", 1 + NUM_LOADS)
         mib = (path / "adapter_model.safetensors").stat().st_size / 2**20
-        yield Fact(f"load of rank {rank}, {mib:.0f} MiB", statistics.median(seconds[1:]), "s")
+        yield Fact(f"load of rank {rank}, {mib:.0f} MiB", statistics.median(seconds), "s")
 
 
 def placements(client: Client, path: Path, prompt: Sequence[int]) -> Iterator[Fact]:
@@ -283,7 +291,7 @@ def placements(client: Client, path: Path, prompt: Sequence[int]) -> Iterator[Fa
     names = [f"place-{number}" for number in range(NUM_SLOTS + 1)]
     for name in names:
         client.change("load", lora_name=name, lora_path=str(path))
-    # An adapter without a slot takes that of the adapter that was used least recently.
+    # An adapter without a slot takes the slot of the least recently used adapter.
     for where, own in (("in a slot", names[:1]), ("without a slot", names)):
         seconds = list[float]()
         for name in own * (1 + NUM_LOADS):
@@ -362,41 +370,38 @@ def wait_for_step(watched: list[list[float]], since: float) -> float:
         time.sleep(POLL_S)
 
 
-def gaps(watched: list[list[float]], since: float = 0.0) -> list[float]:
-    """Return the seconds between consecutive steps of a request, up to steps after `since`."""
-    return [end - start for times in list(watched) for start, end in pairwise(times) if end > since]
-
-
 def loads_next_to_clients(
     client: Client, path: Path, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> Iterator[Fact]:
     """Load and unload an adapter many times next to other requests, after as long without."""
     with busy(client, prompts, lambda number: HELD if number % 2 else None, options) as watched:
-        began = time.perf_counter()
-        load_and_unload(client, path, "first", NUM_LOADS)
-        seconds = (time.perf_counter() - began) / NUM_LOADS * options.loads
-        memory, began = Memory.of(client), time.perf_counter()
-        time.sleep(seconds)
-        without, before = Memory.of(client) - memory, gaps(watched, began)
-        memory, began = Memory.of(client), time.perf_counter()
-        load_and_unload(client, path, "next", options.loads)
-        seconds, during = time.perf_counter() - began, gaps(watched, began)
-        growth = Memory.of(client) - memory
-    limit = GAP_STEPS * max(before) + GAP_MS / 1000
-    yield Fact("median step next to clients", statistics.median(before), "s")
-    yield Fact("longest gap without loads", max(before), "s")
-    yield Fact(f"longest gap during {options.loads} loads", max(during), "s", limit)
-    yield Fact(f"{options.loads} loads and unloads", seconds, "s")
+        first = Window.of(
+            client, watched, partial(load_and_unload, client, path, "first", NUM_LOADS)
+        )
+        seconds = first.seconds / NUM_LOADS * options.loads
+        without = Window.of(client, watched, partial(time.sleep, seconds))
+        loads = Window.of(
+            client, watched, partial(load_and_unload, client, path, "next", options.loads)
+        )
+    longest = max(without.gaps)
+    limit = GAP_STEPS * longest + GAP_MS / 1000
+    yield Fact("median step next to clients", statistics.median(without.gaps), "s")
+    yield Fact("longest gap without loads", longest, "s")
+    yield Fact(f"longest gap during {options.loads} loads", max(loads.gaps), "s", limit)
+    yield Fact(f"{options.loads} loads and unloads", loads.seconds, "s")
     yield Fact("growth of the processes without loads", without.resident, "MiB")
-    yield Fact("growth of the processes during the loads", growth.resident, "MiB", 1)
-    yield Fact("growth of the graphs during the loads", growth.graphs, "MiB", 0)
+    yield Fact("growth of the processes during the loads", loads.resident, "MiB", 1)
+    yield Fact("growth of the graphs during the loads", loads.graphs, "MiB", 0)
 
 
-def load_and_unload(client: Client, path: Path, name: str, count: int) -> None:
-    """Load an adapter and unload it, `count` times."""
+def load_and_unload(client: Client, path: Path, name: str, count: int) -> list[float]:
+    """Load an adapter and unload it, `count` times; return the seconds of each load."""
+    seconds = list[float]()
     for number in range(count):
-        client.change("load", lora_name=f"{name}-{number}", lora_path=str(path))
-        client.change("unload", lora_name=f"{name}-{number}")
+        own = f"{name}-{number}"
+        seconds.append(client.change("load", lora_name=own, lora_path=str(path)))
+        client.change("unload", lora_name=own)
+    return seconds
 
 
 def replacement(
@@ -404,20 +409,21 @@ def replacement(
 ) -> Iterator[Fact]:
     """Replace the adapter of all clients several times."""
     loads, waits = list[float](), list[float]()
-    with busy(client, prompts, lambda _: HELD, options) as watched:
-        began = time.perf_counter()
-        time.sleep(NUM_LOADS * PAUSE_S)
-        before, began = gaps(watched, began), time.perf_counter()
+
+    def replace_all() -> None:
+        body = {"lora_name": HELD, "lora_path": str(path), "load_inplace": True}
         for _ in range(NUM_LOADS):
-            body = {"lora_name": HELD, "lora_path": str(path), "load_inplace": True}
             loads.append(client.change("load", **body))
             answered = time.perf_counter()
             waits.append(wait_for_step(watched, answered) - answered)
             time.sleep(PAUSE_S)
-        during = gaps(watched, began)
-    limit = REPLACED_STEPS * max(before) + REPLACED_MS / 1000
+
+    with busy(client, prompts, lambda _: HELD, options) as watched:
+        without = Window.of(client, watched, partial(time.sleep, NUM_LOADS * PAUSE_S))
+        during = Window.of(client, watched, replace_all)
+    limit = REPLACED_STEPS * max(without.gaps) + REPLACED_MS / 1000
     yield Fact("replacement of the adapter of all clients", statistics.median(loads), "s")
-    yield Fact("longest gap during replacements", max(during), "s", limit)
+    yield Fact("longest gap during replacements", max(during.gaps), "s", limit)
     yield Fact("from a replacement to the next step", statistics.median(waits), "s", limit)
 
 

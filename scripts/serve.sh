@@ -43,8 +43,8 @@ END
 # serve_family TITLE FAMILY DEFAULT_NAME DEFAULT_PORT DEFAULT_MAX_LEN [MODEL] [server arguments]
 #
 # The model is the argument MODEL, else $MODEL_DIR, else the family's own variable (such as
-# $LLADA_MODEL_DIR), else $MOSAIC_MODEL_ROOT/DEFAULT_NAME. $PORT and $MAX_MODEL_LEN override the last two defaults. The
-# server replaces the shell, so signals reach it.
+# $LLADA_MODEL_DIR), else $MOSAIC_MODEL_ROOT/DEFAULT_NAME. $PORT and $MAX_MODEL_LEN override the
+# last two defaults. The server replaces the shell, so signals reach it.
 serve_family() {
   local title=$1 family=$2 default_name=$3 default_port=$4 default_max_len=$5
   shift 5
@@ -83,9 +83,10 @@ serve_family() {
     stable-diffcoder | a2d) tiny=llada ;;
     diffusion-gemma) tiny= ;;
   esac
-  [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: no argument MODEL," \
-    "MODEL_DIR and $variable are not set, and MOSAIC_MODEL_ROOT has no folder $default; give a" \
-    "folder or a name on the Hugging Face Hub${tiny:+; without a download: .venv/bin/python scripts/make_tiny_model.py \
+  [ "$model" != "$default" ] || [ -d "$model" ] || refuse "no model: the argument MODEL" \
+    "is missing, MODEL_DIR and $variable are not set, and MOSAIC_MODEL_ROOT has no folder" \
+    "$default; give a folder or a name on the Hugging Face Hub${tiny:+; without a download: \
+.venv/bin/python scripts/make_tiny_model.py \
 --family $tiny makes models/$tiny-tiny}"
 
   # Split as a shell would, so that a quoted JSON value stays one argument; nothing is evaluated.

@@ -16,9 +16,10 @@ then needs other flags:
 
 The questions have wordings that the model was not trained on, for example "the sky is of what
 colour?". The reward is 1 for the right answer, else 0. Each iteration asks some questions several
-times at temperature 1, and takes one step of AdamW. The loss is a sum over the committed tokens:
-the log probability of a token, given the canvas before its step, times the advantage of its answer
-over the other answers to the same question. Then the server loads the new weights from a file.
+times at temperature 1, and takes one step of AdamW. It maximises a sum over the committed tokens:
+the ratio of a token's probabilities in the trainer and in the server, clipped as in PPO, times the
+advantage of its answer over the other answers to the same question. A probability is that of the
+token, given the canvas before its step. Then the server loads the new weights from a file.
 
 The script prints the mean reward of every iteration, and draws it.
 """
@@ -119,7 +120,7 @@ class Server:
         return self.post("/generate", body)
 
     def publish(self, trainer: Trainer, version: str) -> None:
-        """Load the weights or the adapter of a trainer. Running requests are paused meanwhile."""
+        """Load a trainer's weights or its adapter into the server; requests pause meanwhile."""
         folder = self._updates / version
         shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left it
         folder.mkdir()
@@ -357,7 +358,7 @@ def main() -> int:
     new, known = questions_of(options.model)
     known = rng.sample(known, 128)
     server.publish(trainer, "step-0")
-    print(f"questions of the training: {share_right(server, known):.3f} right")
+    print(f"share of right answers to questions of the training: {share_right(server, known):.3f}")
 
     rewards: list[float] = []
     started = time.monotonic()
@@ -379,14 +380,15 @@ def main() -> int:
         rewards.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
         print(
             f"iteration {iteration + 1}: mean reward {rewards[-1]:.3f}, "
-            f"log probabilities differ by {difference:.1e}, {time.monotonic() - started:.0f} s",
+            f"log probabilities differ by up to {difference:.1e}, "
+            f"{time.monotonic() - started:.0f} s",
             flush=True,
         )
     few = min(5, len(rewards))
     first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
     still = share_right(server, known)
     print(f"mean reward: first {few} iterations {first:.3f}, last {few} iterations {last:.3f}")
-    print(f"questions of the training: {still:.3f} right")
+    print(f"share of right answers to questions of the training: {still:.3f}")
     draw(rewards, options.curve)
     Path(options.curve).with_suffix(".json").write_text(json.dumps(rewards))
     return 0

@@ -56,7 +56,7 @@ def reveal_steps(trajectory: Trajectory) -> dict[str, Any]:
     """Return the columns that NeMo-RL's fork for diffusion models reads.
 
     All columns end with the last committed token. Reveal steps count from 0 in every block. The
-    fork stores entropies as the log probabilities of the mask token. They require
+    fork stores entropies as the log probabilities of the mask token. Requests must have
     `return_entropy: true`.
     """
     steps = trajectory["block_steps"]

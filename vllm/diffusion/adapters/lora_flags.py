@@ -69,7 +69,7 @@ def reader_of(vllm_config: VllmConfig) -> AdapterReader | None:
         return None
     matrices = matrices_of(lora, model.hf_config)
     is_on_gpu = vllm_config.device_config.device_type == "cuda"
-    return AdapterReader(matrices, lora.max_lora_rank, model.dtype, is_on_gpu)
+    return AdapterReader(matrices, lora.max_lora_rank, model.dtype, is_pinned=is_on_gpu)
 
 
 def matrices_of(lora: LoRAConfig, config: Any) -> Matrices:

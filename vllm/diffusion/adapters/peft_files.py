@@ -66,10 +66,6 @@ class LowRank(NamedTuple):
     up: Tensor
     scale: float
 
-    @property
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        return self.down, self.up
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -125,7 +121,8 @@ class AdapterReader:
         matrices: the matrices that adapters may change.
         max_rank: the highest rank.
         dtype: dtype of the model.
-        is_pinned: whether adapters are read to pinned memory, which a GPU copies by itself.
+        is_pinned: whether tensors are read into pinned memory, so that the host does not wait
+            while a GPU copies them.
     """
 
     matrices: Matrices

@@ -129,8 +129,8 @@ class ProductSlots:
     def write(self, slot: int, adapter: Adapter | None) -> list[tuple[int, float]]:
         """Copy an adapter's matrices into a slot; return rank and scale of each part.
 
-        Numbers of higher ranks stay as they are, because nothing reads them. Whole matrices are
-        copied to the device, and cut and transposed there, so that the host waits for no step.
+        Numbers of higher ranks stay as they are, because nothing reads them. The device cuts and
+        transposes the matrices: a part that the host had cut would not be in pinned memory.
         """
         described, start = list[tuple[int, float]](), 0
         max_rank = self.matrices.up.shape[1]
@@ -144,7 +144,8 @@ class ProductSlots:
                 described.append((0, 0.0))
                 continue
             rank = len(low_rank.down)
-            down, up = (m.to(downs.device, non_blocking=True) for m in low_rank.matrices)
+            down = low_rank.down.to(downs.device, non_blocking=True)
+            up = low_rank.up.to(downs.device, non_blocking=True)
             downs[:rank].copy_(down[:, part.features])
             up = torch.cat([up[own] for own in part.rows])
             self.matrices.up[slot, :rank, columns].copy_(up.t())
