@@ -135,9 +135,6 @@ class Step:
     row: tuple[int, ...]  # before the commit
     candidates: Candidates
     accepted: list[int]  # positions in order of acceptance, tokens may be the mask
-    guarded: bool
-    last_accepted: float | None  # score
-    first_rejected: float | None  # score
     exact_scores: bool  # scores are injected random numbers, not computed confidences
     demotes: bool  # confidence_eos_eot_inf: tokens of rejected positions matter as well
     margins: list[Margin]
@@ -407,23 +404,18 @@ class Loop:
         chosen, margins, plain = select(candidates)
         for i in plain:
             candidates.tokens[i] = candidates.plain_tokens[i]
-        guarded = self.options.guard_mask_token and self._changes_nothing(candidates, chosen)
-        if guarded:
+        if self.options.guard_mask_token and self._changes_nothing(candidates, chosen):
             candidates = self.propose(logits, eligible, score, exclude_mask=True)
             chosen, margins, _ = by_quota(1)(candidates)
 
         for i in chosen:
             self.row[candidates.positions[i]] = candidates.tokens[i]
-        rejected = [i for i in best_first(candidates.scores) if i not in chosen]
         step = Step(
             index=len(self.trace),
             block=block,
             row=row_before,
             candidates=candidates,
             accepted=[candidates.positions[i] for i in chosen],
-            guarded=guarded,
-            last_accepted=candidates.scores[chosen[-1]] if chosen else None,
-            first_rejected=candidates.scores[rejected[0]] if rejected else None,
             exact_scores=self.options.remasking == "random",
             demotes=self.options.confidence_eos_eot_inf,
             margins=margins,

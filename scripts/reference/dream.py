@@ -148,16 +148,14 @@ class _Loop:
         chosen, margins = self._choose(candidates, schedule, step)
         margins += self._top_p_margins(logits)
         mask = self.options.ids.mask
-        guarded = self.options.guard_mask_token and bool(chosen)
-        guarded = guarded and all(candidates.tokens[i] == mask for i in chosen)
-        if guarded:
+        changes_nothing = bool(chosen) and all(candidates.tokens[i] == mask for i in chosen)
+        if self.options.guard_mask_token and changes_nothing:
             candidates = self._sample(logits, eligible, exclude_mask=True)
             chosen, margins = self._best(candidates, 1)
             if self.options.alg == "origin":
                 chosen, margins = [0], []
         for i in chosen:
             self.row[eligible[i]] = candidates.tokens[i]
-        rejected = [i for i in best_first(candidates.scores) if i not in chosen]
         self.trace.append(
             Step(
                 index=len(self.trace),
@@ -165,9 +163,6 @@ class _Loop:
                 row=row_before,
                 candidates=candidates,
                 accepted=[eligible[i] for i in chosen],
-                guarded=guarded,
-                last_accepted=candidates.scores[chosen[-1]] if chosen else None,
-                first_rejected=candidates.scores[rejected[0]] if rejected else None,
                 exact_scores=False,
                 demotes=False,
                 margins=margins,
