@@ -845,10 +845,12 @@ def test_an_answer_is_revised_beside_it_and_locked_parts_stay(page: Browser) -> 
     )
     assert page.run("document.querySelector('.locked mark').textContent") == ANSWER[:11]
     page.run("document.querySelector('[name=revise]').click()")
-    # The request starts when the dialog reports that it is closed, which is after the click.
-    page.wait_for("document.querySelector('.count')?.ariaLabel === 'Version 2 of 2'")
+    # The click returns first. Then the browser reports that the dialog is closed, and the page
+    # sends the request.
+    page.wait_for("document.querySelector('.count')")
     wait_for_answer(page)
     assert answers(page) == [ANSWER]
+    assert page.run("document.querySelector('.count').ariaLabel") == "Version 2 of 2"
     text = ANSWER.replace("Paris", "Rome")
     assert page.run("document.querySelector('.diff').textContent").splitlines() == [
         f"-{text}",
