@@ -83,6 +83,10 @@ class Candidates:
     token_gaps: list[float]  # best minus second best, in (noised) logits
     logit_scale: float  # largest finite |logit|
 
+    def are_masks(self, chosen: Sequence[int], mask: int) -> bool:
+        """Return whether all chosen ones propose the mask token; False if none is chosen."""
+        return bool(chosen) and all(self.tokens[i] == mask for i in chosen)
+
 
 class Margin(NamedTuple):
     """The distance of a score from another decision."""
@@ -404,7 +408,7 @@ class Loop:
         chosen, margins, plain = select(candidates)
         for i in plain:
             candidates.tokens[i] = candidates.plain_tokens[i]
-        if self.options.guard_mask_token and self._changes_nothing(candidates, chosen):
+        if self.options.guard_mask_token and candidates.are_masks(chosen, self.options.ids.mask):
             candidates = self.propose(logits, eligible, score, exclude_mask=True)
             chosen, margins, _ = by_quota(1)(candidates)
 
@@ -422,9 +426,6 @@ class Loop:
         )
         self.trace.append(step)
         return step
-
-    def _changes_nothing(self, candidates: Candidates, chosen: list[int]) -> bool:
-        return bool(chosen) and all(candidates.tokens[i] == self.options.ids.mask for i in chosen)
 
     def propose(
         self, logits: Tensor, eligible: list[int], score: Score, exclude_mask: bool = False

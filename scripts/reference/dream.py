@@ -147,9 +147,7 @@ class _Loop:
         candidates = self._sample(logits, eligible)
         chosen, margins = self._choose(candidates, schedule, step)
         margins += self._top_p_margins(logits)
-        mask = self.options.ids.mask
-        changes_nothing = bool(chosen) and all(candidates.tokens[i] == mask for i in chosen)
-        if self.options.guard_mask_token and changes_nothing:
+        if self.options.guard_mask_token and candidates.are_masks(chosen, self.options.ids.mask):
             candidates = self._sample(logits, eligible, exclude_mask=True)
             chosen, margins = self._best(candidates, 1)
             if self.options.alg == "origin":
