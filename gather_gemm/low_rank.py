@@ -9,7 +9,7 @@ interpreter. Otherwise the references run, which copy the tables to the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from .launch import MAX_PIECES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+A = TypeVar("A")  # an array on the host or a tensor on the device
 
 _kernels = load_kernels("low_rank_kernel")
 
@@ -47,19 +49,22 @@ class LowRank(NamedTuple):
         return self.down.shape[1] * self.down.shape[2]
 
 
-class Tiles(NamedTuple):
-    """Which slot each row uses.
+class Tiles(NamedTuple, Generic[A]):
+    """Which slot each row uses. All rows of a tile use the same slot.
+
+    Values of the arrays are not checked, because the host would wait for them on a GPU.
 
     Attributes:
-        table: int32 [tiles, 3]: slot, first row, number of rows. The slot of rows without matrices
-            is negative. Tiles without rows are allowed. Not checked, because the host would wait
-            for values on a GPU.
+        table: int32 [tiles, 3]: slot, index of the tile's first row in `rows`, number of rows. The
+            slot of rows without matrices is negative. Tiles without rows are allowed.
+        rows: int32 [n], rows of the tensors. A tile has consecutive entries.
         size: maximum number of rows of a tile: 16, 32 or 64.
-        first_row: row of the table that is the first row of the tensors. Rows of the table before
-            it, and behind the tensors' end, are left out.
+        first_row: number in `rows` of the first row of the tensors. Rows before it, and behind the
+            tensors' end, are left out.
     """
 
-    table: Tensor
+    table: A
+    rows: A
     size: int
     first_row: int = 0
 
@@ -81,7 +86,7 @@ class Piece(NamedTuple):
 
 
 def shrink(
-    x: Tensor, matrices: LowRank, tiles: Tiles, low: Tensor, by_slot: Tensor | None = None
+    x: Tensor, matrices: LowRank, tiles: Tiles[Tensor], low: Tensor, by_slot: Tensor | None = None
 ) -> None:
     """Write x down^T of every row with a slot.
 
@@ -113,8 +118,7 @@ def shrink(
     if not len(x) or not len(tiles.table):
         return
     if _kernels is None or not can_take(x):
-        table, first_row = tiles.table, tiles.first_row
-        reference.shrink(x, matrices.down, matrices.ranks, table, first_row, low)
+        reference.shrink(x, matrices.down, matrices.ranks, tiles, low)
         if by_slot is not None:
             reference.place_by_slot(low[0], matrices, tiles, by_slot)
         return
@@ -125,7 +129,7 @@ def shrink(
 def expand(
     low: Tensor,
     matrices: LowRank,
-    tiles: Tiles,
+    tiles: Tiles[Tensor],
     out: Tensor,
     pieces: tuple[Piece, ...],
     *,
@@ -180,7 +184,7 @@ def expand(
 def gated_expand(
     low: Tensor,
     matrices: LowRank,
-    tiles: Tiles,
+    tiles: Tiles[Tensor],
     gate_up: Tensor,
     out: Tensor,
     *,
@@ -224,7 +228,7 @@ def gated_expand(
         _kernels.launch_gated_expand(low, matrices, tiles, gate_up, out, has_gate, has_up)
 
 
-def _check_tables(op: str, matrices: LowRank, tiles: Tiles, x: Tensor) -> None:
+def _check_tables(op: str, matrices: LowRank, tiles: Tiles[Tensor], x: Tensor) -> None:
     """Check the matrices against each other, and the table."""
     num_slots, num_parts, max_rank, _ = matrices.down.shape
     _check(op, "up", matrices.up, x, (num_slots, max_rank, -1))
@@ -232,6 +236,7 @@ def _check_tables(op: str, matrices: LowRank, tiles: Tiles, x: Tensor) -> None:
     _check_exact(op, "ranks", matrices.ranks, shape, x, torch.int32, rows_apart=True)
     _check_exact(op, "scales", matrices.scales, shape, x, torch.float32, rows_apart=True)
     _check_exact(op, "tiles", tiles.table, (len(tiles.table), 3), x, torch.int32)
+    _check_exact(op, "rows of tiles", tiles.rows, (len(tiles.rows),), x, torch.int32)
     if tiles.size not in (16, 32, 64):
         raise ValueError(f"{op}: tiles must have 16, 32 or 64 rows, got {tiles.size}")
 

@@ -20,7 +20,7 @@ from .overlap import begin, overlaps
 
 
 @triton.jit
-def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.constexpr):
+def _read_tile(tiles, tile_rows, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.constexpr):
     """Return a program's slot, its rows, which of them it computes, and whether there are any.
 
     SHARES programs divide a tile. Loads of tables and matrices bypass L1, because they precede the
@@ -32,7 +32,8 @@ def _read_tile(tiles, first_row, num_rows, SHARES: tl.constexpr, ROWS: tl.conste
     count = tl.load(entry + 2, cache_modifier=".cg")
     first = tl.program_id(0) % SHARES * ROWS
     offsets = first + tl.arange(0, ROWS)
-    rows = start - first_row + offsets
+    places = tile_rows + start + offsets
+    rows = tl.load(places, mask=offsets < count, other=0, cache_modifier=".cg") - first_row
     is_row = (offsets < count) & (rows >= 0) & (rows < num_rows)
     return slot, rows.to(tl.int64), is_row, first < count
 
@@ -74,7 +75,7 @@ _NUM_COUNTERS = 1 << 16  # tiles of the rows of a step that has few rows, times 
 # Numbers that differ from step to step, and tables that are read number by number. Neither selects
 # a specialised kernel.
 _ROWS = ["first_row", "num_rows"]
-_TABLES = ["ranks", "scales", "tiles"]
+_TABLES = ["ranks", "scales", "tiles", "tile_rows"]
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_TABLES)
@@ -83,6 +84,7 @@ def shrink_kernel(
     down,  # [slots, parts, most ranks, D]
     ranks,  # [slots, parts] int32
     tiles,  # [tiles, 3] int32
+    tile_rows,  # [n] int32
     scales,  # [slots, parts] fp32, read only with BY_SLOT
     low,  # [splits, T, 1, parts * most ranks] fp32
     by_slot,  # [T, slots * parts * most ranks], written only with BY_SLOT
@@ -112,7 +114,7 @@ def shrink_kernel(
     DEPTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row, has_rows = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    slot, rows, is_row, has_rows = _read_tile(tiles, tile_rows, first_row, num_rows, SHARES, ROWS)
     if not has_rows:
         begin(OVERLAPS)
         return
@@ -251,6 +253,7 @@ def expand_kernel(
     ranks,  # [slots, parts] int32
     scales,  # [slots, parts] fp32
     tiles,  # [tiles, 3] int32
+    tile_rows,  # [n] int32
     base,  # [T, columns]
     out,  # [T, columns]
     first_row,
@@ -284,7 +287,7 @@ def expand_kernel(
     RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row, has_rows = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    slot, rows, is_row, has_rows = _read_tile(tiles, tile_rows, first_row, num_rows, SHARES, ROWS)
     if not has_rows:
         begin(OVERLAPS)
         return
@@ -340,6 +343,7 @@ def gated_expand_kernel(
     ranks,  # [slots, parts] int32
     scales,  # [slots, parts] fp32
     tiles,  # [tiles, 3] int32
+    tile_rows,  # [n] int32
     gate_up,  # [T, 2 I]
     out,  # [T, I]
     first_row,
@@ -362,7 +366,7 @@ def gated_expand_kernel(
     RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    slot, rows, is_row, has_rows = _read_tile(tiles, first_row, num_rows, SHARES, ROWS)
+    slot, rows, is_row, has_rows = _read_tile(tiles, tile_rows, first_row, num_rows, SHARES, ROWS)
     if not has_rows:
         begin(OVERLAPS)
         return
@@ -439,6 +443,7 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor, by_slot: Tensor | Non
         down,
         ranks,
         tiles.table,
+        tiles.rows,
         scales,
         low,
         x if by_slot is None else by_slot,
@@ -481,6 +486,7 @@ def launch_expand(
         ranks,
         scales,
         tiles.table,
+        tiles.rows,
         out if base is None else base,
         out,
         tiles.first_row,
@@ -515,6 +521,7 @@ def launch_gated_expand(
         ranks,
         scales,
         tiles.table,
+        tiles.rows,
         gate_up,
         out,
         tiles.first_row,

@@ -181,12 +181,10 @@ def sum_terms(terms: Tensor, weights: Tensor | None = None, addend: Tensor | Non
     return total if addend is None else total.add_(addend)
 
 
-def shrink(
-    x: Tensor, down: Tensor, ranks: Tensor, tiles: Tensor, first_row: int, low: Tensor
-) -> None:
+def shrink(x: Tensor, down: Tensor, ranks: Tensor, tiles: Tiles[Tensor], low: Tensor) -> None:
     """Write products with the first matrices to `low`; see `gather_gemm.shrink`."""
     max_rank = down.shape[2]
-    for slot, rows in _runs_of(tiles, first_row, len(x)):
+    for slot, rows in _rows_of_slots(tiles, len(x)):
         for part, rank in enumerate(ranks[slot].tolist()):
             columns = slice(part * max_rank, part * max_rank + rank)
             low[0, rows, 0, columns] = torch.mm(
@@ -194,12 +192,12 @@ def shrink(
             )
 
 
-def place_by_slot(low: Tensor, matrices: LowRank, tiles: Tiles, by_slot: Tensor) -> None:
+def place_by_slot(low: Tensor, matrices: LowRank, tiles: Tiles[Tensor], by_slot: Tensor) -> None:
     """Write `low` times scales at the places of the slots; see `gather_gemm.shrink`."""
     _, up, ranks, scales = matrices
     max_rank, num_numbers = up.shape[1], matrices.num_ranks
     by_slot.zero_()
-    for slot, rows in _runs_of(tiles.table, tiles.first_row, len(by_slot)):
+    for slot, rows in _rows_of_slots(tiles, len(by_slot)):
         for part, rank in enumerate(ranks[slot].tolist()):
             first = part * max_rank
             scaled = scales[slot, part] * low[rows, 0, first : first + rank]
@@ -210,7 +208,7 @@ def place_by_slot(low: Tensor, matrices: LowRank, tiles: Tiles, by_slot: Tensor)
 def expand(
     low: Tensor,
     matrices: LowRank,
-    tiles: Tiles,
+    tiles: Tiles[Tensor],
     out: Tensor,
     pieces: Sequence[Piece],
     base: Tensor | None = None,
@@ -222,7 +220,7 @@ def expand(
     total = out.float() if adds else torch.zeros_like(out, dtype=torch.float32)
     if base is not None:
         total += base.float()
-    for slot, rows in _runs_of(tiles.table, tiles.first_row, len(out)):
+    for slot, rows in _rows_of_slots(tiles, len(out)):
         own_low = low[rows, slot if low.shape[1] > 1 else 0].to(up.dtype).float()
         for part, source, target, count in pieces:
             first, rank = part * up.shape[1], int(ranks[slot, part])
@@ -235,7 +233,7 @@ def expand(
 def gated_expand(
     low: Tensor,
     matrices: LowRank,
-    tiles: Tiles,
+    tiles: Tiles[Tensor],
     gate_up: Tensor,
     out: Tensor,
     pieces: Sequence[Piece],
@@ -246,16 +244,12 @@ def gated_expand(
     out.copy_(gated(changed))
 
 
-def _runs_of(tiles: Tensor, first_row: int, num_rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield the slots of tiles and their rows; neighbours of one slot are joined."""
-    joined = list[list[int]]()
-    for slot, first, count in tiles.tolist():
-        start, stop = max(first - first_row, 0), min(first - first_row + count, num_rows)
-        if slot < 0 or start >= stop:
-            continue
-        if joined and joined[-1][0] == slot and joined[-1][2] == start:
-            joined[-1][2] = stop
-        else:
-            joined.append([slot, start, stop])
-    for slot, start, stop in joined:
-        yield slot, slice(start, stop)
+def _rows_of_slots(tiles: Tiles[Tensor], num_rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield every slot and its rows of the tensors, which have `num_rows` rows."""
+    rows = tiles.rows.long() - tiles.first_row
+    slots = torch.full((num_rows,), -1, device=rows.device)
+    for slot, first, count in tiles.table.tolist():
+        own = rows[first : first + count]
+        slots[own[(own >= 0) & (own < num_rows)]] = slot
+    for slot in slots[slots >= 0].unique().tolist():
+        yield slot, (slots == slot).nonzero()[:, 0]

@@ -34,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, random_rows, report
 from gather_gemm import LowRank, Piece, Tiles, expand, gated_expand, low_rank_tile, shrink
+from vllm.diffusion import ops
 from vllm.diffusion.core.stages import FreshBuffers
-from vllm.diffusion.ops import dispatch, plain_projection, silu_mul, take_low, tile_table
+from vllm.diffusion.ops import dispatch, plain_projection, silu_mul, take_low
 from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(None, f"gate and up with {title}", GATED_COLUMNS, gated)
 
 
-def tiles_of(num_rows: int, num_slots: int) -> Tiles:
+def tiles_of(num_rows: int, num_slots: int) -> Tiles[torch.Tensor]:
     """Return the tiles of rows of which each slot has an equal share."""
     share = -(-num_rows // num_slots)
     runs = [
@@ -92,8 +93,9 @@ def tiles_of(num_rows: int, num_slots: int) -> Tiles:
         for slot in range(num_slots)
         if slot * share < num_rows
     ]
-    size = low_rank_tile(num_rows)
-    return Tiles(torch.from_numpy(tile_table(runs, num_rows, size)).cuda(), size)
+    tiles = ops.tiles_of(runs, num_rows, low_rank_tile(num_rows))
+    on_device: Tiles[torch.Tensor] = ops.to_device(tiles, torch.device("cuda"))
+    return on_device
 
 
 def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:

@@ -50,17 +50,12 @@ def canvas(length: int, name: str, kept: KeptSequence | None = None) -> Canvas:
     return made
 
 
-def _order(slot: int | None) -> int:
-    return -1 if slot is None else slot
-
-
 def adapted_batch(lengths: Sequence[int], slots: Sequence[int | None]) -> StepBatch:
-    """Return whole sequences, each with a slot, sorted by slot."""
-    pairs = sorted(zip(lengths, slots, strict=True), key=lambda pair: _order(pair[1]))
-    made = [canvas(length, str(i)) for i, (length, _) in enumerate(pairs)]
+    """Return whole sequences, each with a slot."""
+    made = [canvas(length, str(i)) for i, length in enumerate(lengths)]
     batch = build_batch(made, 0, NO_PAGES)
-    ends, of_items = np.cumsum([length for length, _ in pairs]), [slot for _, slot in pairs]
-    return replace(batch, slots=StepSlots(tuple(of_items), RowSlots.of(of_items, ends.tolist())))
+    rows = RowSlots.of(slots, np.cumsum(lengths).tolist())
+    return replace(batch, slots=StepSlots(tuple(slots), rows))
 
 
 def test_a_bucket_has_tiles_for_every_batch_that_fits() -> None:
@@ -76,10 +71,12 @@ def test_a_bucket_has_tiles_for_every_batch_that_fits() -> None:
         inputs = bucket.inputs(None, 1000, has_blocks=False, marks_blocks=False)
         fill(inputs, batch)
         of_rows = np.full(bucket.rows, 99)
-        for slot, first, count in inputs.tiles.tolist():
-            assert 0 <= count <= ops.low_rank_tile(bucket.rows)
-            assert (of_rows[first : first + count] == 99).all()
-            of_rows[first : first + count] = slot
+        assert inputs.tiles is not None
+        for slot, first, count in inputs.tiles.table.tolist():
+            assert 0 <= count <= inputs.tiles.size == ops.low_rank_tile(bucket.rows)
+            rows = inputs.tiles.rows[first : first + count]
+            assert (of_rows[rows] == 99).all()
+            of_rows[rows] = slot
         assert batch.slots is not None
         wanted = np.full(bucket.rows, -1)
         for slot, start, stop in batch.slots.rows.runs:
@@ -127,7 +124,7 @@ def test_kernels_of_every_size_are_compiled_ahead(checkpoint: Callable[[str], Pa
                 call()
 
 
-def test_rows_are_sorted_by_slot(
+def test_requests_of_one_adapter_share_tiles(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint("gqa")
@@ -149,8 +146,11 @@ def test_rows_are_sorted_by_slot(
         together = [batch for batch in batches if len(batch.items) == 6]
         assert together
         for batch in together:
-            assert batch.slots.of_items == (None, None, 0, 0, 1, 1)
+            assert sorted(batch.slots.of_items, key=str) == [0, 0, 1, 1, None, None]
             assert batch.shape.adapts
+            tiles = batch.slots.rows.tiles(batch.num_rows)
+            assert [slot for slot, *_ in tiles.table.tolist()] == [-1, 0, 1]
+            assert sorted(tiles.rows.tolist()) == list(range(batch.num_rows))
 
 
 # ---- on a GPU ----

@@ -83,6 +83,21 @@ def test_a_step_lies_where_the_one_before_did_while_its_windows_are_the_same() -
     assert alone.items == (made[0],) and alone.positions.tolist() == [*range(8, 16)]
 
 
+def test_a_packing_belongs_to_the_rows_that_only_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have an adapter, and a graph keeps the slots of its rows with their packing."""
+    made = canvas(SDAR, algorithm="semi_ar", steps_per_block=2, cache="none")
+    target, window = made.next_forward()
+    tails = iter([None, 9, 9, 10])
+    monkeypatch.setattr(
+        made, "next_forward", lambda: (target._replace(tail_start=next(tails)), window)
+    )
+    packings = [build_batch([made], 0, NO_PAGES).packing]
+    for _ in range(3):
+        packings.append(build_batch([made], 0, NO_PAGES, packings[-1]).packing)
+    first, second, third, fourth = packings
+    assert first is not second and second is third and third is not fourth
+
+
 def test_the_next_forward_changes_with_the_block_and_with_what_is_kept() -> None:
     _, (keys,) = store_with(24)
     made, seen = canvas(SDAR, algorithm="semi_ar", steps_per_block=4, cache="exact"), []

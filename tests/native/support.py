@@ -108,13 +108,17 @@ RUNS = [
 RANKS = [[8, 3, 0], [16, 16, 16], [0, 1, 5]]
 
 
-def tile_table(runs, size, device="cpu", num_empty=2):
-    """Return the tiles of consecutive runs, in reverse order, and some without rows."""
-    tiles, start = [[-1, 0, 0]] * num_empty, 0
-    for slot, count in runs:
-        tiles += [[slot, start + i, min(size, count - i)] for i in range(0, count, size)]
-        start += count
-    return torch.tensor(tiles[::-1], dtype=torch.int32, device=device).view(-1, 3)
+def tiles_of(generator, runs, size, device="cpu", num_empty=2):
+    """Return tiles of each slot's rows, in random order, and some without rows."""
+    of_rows = torch.tensor([slot for slot, count in runs for _ in range(count)])
+    tiles, rows = [[-1, 0, 0]] * num_empty, []
+    for slot in of_rows.unique().tolist():
+        own = (of_rows == slot).nonzero()[:, 0]
+        first, count = sum(map(len, rows)), len(own)
+        tiles += [[slot, first + i, min(size, count - i)] for i in range(0, count, size)]
+        rows.append(own[torch.randperm(count, generator=generator)])
+    table = torch.tensor(tiles[::-1], dtype=torch.int32, device=device).view(-1, 3)
+    return Tiles(table, torch.cat(rows).int().to(device), size)
 
 
 class LowRankCase:
@@ -190,7 +194,7 @@ def check_low_rank(generator, runs, ranks, dtype, device, size, num_splits, dept
     """Check all columns, some columns of some rows, and gated products against float64."""
     widths = (40, 24, 24)
     case = LowRankCase(generator, runs, ranks, widths, depth, dtype, device)
-    tiles = Tiles(tile_table(runs, size, device), size)
+    tiles = tiles_of(generator, runs, size, device)
     low = case.low(tiles, num_splits)
     base = case.base(generator, 88)
     out, pieces = base.clone(), (Piece(0, 0, 0, 40), Piece(1, 40, 40, 24), Piece(2, 64, 64, 24))

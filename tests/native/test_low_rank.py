@@ -25,7 +25,7 @@ from tests.native.support import (
     LowRankCase,
     check_low_rank,
     relative_error,
-    tile_table,
+    tiles_of,
 )
 from vllm_add_llada.cuda_kernels.fused_ops import silu_mul
 
@@ -49,7 +49,7 @@ def test_every_rank(generator, device, rank):
     for size in (16, 64):
         for dtype in (torch.float16, torch.bfloat16):
             check = LowRankCase(generator, RUNS[2], ranks, [72], 136, dtype, device, max_rank=512)
-            tiles = Tiles(tile_table(RUNS[2], size, device), size)
+            tiles = tiles_of(generator, RUNS[2], size, device)
             base = check.base(generator, 72)
             out = base.clone()
             expand(check.low(tiles, 2), check.matrices, tiles, out, (Piece(0, 0, 0, 72),))
@@ -64,7 +64,7 @@ def test_64_slots_and_large_matrices(generator):
         generator, runs, ranks, [4096, 1024, 1024], 4096, torch.bfloat16, "cuda", max_rank=128
     )
     size = low_rank_tile(case.num_rows)
-    tiles = Tiles(tile_table(runs, size, "cuda"), size)
+    tiles = tiles_of(generator, runs, size, "cuda")
     out = torch.zeros(case.num_rows, 6144, dtype=torch.bfloat16, device="cuda")
     low = case.low(tiles, low_rank_splits(case.num_rows, 4096, 3 * 128))
     pieces = Piece(0, 0, 0, 4096), Piece(1, 4096, 4096, 1024), Piece(2, 5120, 5120, 1024)
@@ -83,7 +83,7 @@ def test_the_kernels_round_as_the_references(generator, size):
         matrix.copy_(torch.randint(-3, 4, matrix.shape, generator=generator) / 8)
     x = torch.randint(-3, 4, (case.num_rows, 64), generator=generator).to(dtype).cuda()
     scales.fill_(1.25)
-    tiles = Tiles(tile_table(runs, size, "cuda"), size)
+    tiles = tiles_of(generator, runs, size, "cuda")
     base = case.base(generator, 256).contiguous()
     case.x = x
     low = case.low(tiles, 2)
@@ -91,7 +91,7 @@ def test_the_kernels_round_as_the_references(generator, size):
     out, wanted = base.clone(), base.clone()
     expand(low, case.matrices, tiles, out, pieces)
     wanted_low = torch.zeros(1, len(x), 1, case.matrices.num_ranks, device="cuda")
-    reference.shrink(x, down, ranks, tiles.table, 0, wanted_low)
+    reference.shrink(x, down, ranks, tiles, wanted_low)
     reference.expand(wanted_low[0], case.matrices, tiles, wanted, pieces)
     assert torch.equal(out, wanted)
     gated = torch.empty(case.num_rows, 128, dtype=dtype, device="cuda")
@@ -110,7 +110,7 @@ def test_a_graph_holds_for_any_slots_ranks_and_contents(generator):
     matrices = LowRank(*(tensor.clone() for tensor in case.matrices))
     low = torch.empty(4, len(x), 1, matrices.num_ranks, device="cuda")
     out = torch.empty(len(x), width, dtype=torch.bfloat16, device="cuda")
-    tiles = Tiles(table, size)
+    tiles = Tiles(table, torch.zeros(len(x), dtype=torch.int32, device="cuda"), size)
 
     def run():
         shrink(x, matrices, tiles, low)
@@ -132,9 +132,10 @@ def test_a_graph_holds_for_any_slots_ranks_and_contents(generator):
         x.copy_(other.x)
         for tensor, new in zip(matrices, other.matrices, strict=True):
             tensor.copy_(new)
-        rows = tile_table(runs, size, "cuda", num_empty=0)
+        own = tiles_of(generator, runs, size, "cuda", num_empty=0)
+        tiles.rows.copy_(own.rows)
         table.fill_(-1)
-        table[: len(rows)] = rows
+        table[: len(own.table)] = own.table
         graph.replay()
         assert relative_error(out, other.delta) <= ERROR[torch.bfloat16]
 
@@ -150,7 +151,7 @@ def test_against_vllm(generator):
     down, up, _, scales = case.matrices
     scales.fill_(0.5)  # vLLM multiplies by it before it rounds; a power of two rounds equally
     size = low_rank_tile(num_rows)
-    tiles = Tiles(tile_table(runs, size, "cuda"), size)
+    tiles = tiles_of(generator, runs, size, "cuda")
     base = case.base(generator, width).contiguous()
     out, wanted = base.clone(), base.clone()
     low = case.low(tiles, low_rank_splits(num_rows, depth, rank))
@@ -176,11 +177,12 @@ def test_parts_of_the_sum_take_bounded_memory():
 MATRICES = LowRank(
     torch.zeros(2, 2, 4, 8), torch.zeros(2, 4, 12), torch.zeros(2, 2).int(), torch.zeros(2, 2)
 )
+TILES = Tiles(torch.zeros(1, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), 16)
 ARGUMENTS = {
     "x": torch.zeros(3, 8),
     "low": torch.zeros(1, 3, 1, 8),
     "matrices": MATRICES,
-    "tiles": Tiles(torch.zeros(1, 3, dtype=torch.int32), 16),
+    "tiles": TILES,
     "out": torch.zeros(3, 12),
     "pieces": (Piece(0, 0, 0, 6), Piece(1, 6, 6, 6)),
 }
@@ -198,8 +200,9 @@ ARGUMENTS = {
         ({"out": torch.zeros(3, 12).half()}, "expand: out must be"),
         ({"pieces": (Piece(0, 0, 8, 6),)}, "pieces must be within 12 columns of up and 12 of out"),
         ({"pieces": (Piece(0, 0, 0, 1),) * 4}, "at most 3, got 4"),
-        ({"tiles": Tiles(torch.zeros(1, 3), 16)}, "tiles must be int32"),
-        ({"tiles": Tiles(torch.zeros(1, 3).int(), 8)}, "must have 16, 32 or 64 rows, got 8"),
+        ({"tiles": TILES._replace(table=torch.zeros(1, 3))}, "tiles must be int32"),
+        ({"tiles": TILES._replace(rows=torch.zeros(3))}, "rows of tiles must be int32"),
+        ({"tiles": TILES._replace(size=8)}, "must have 16, 32 or 64 rows, got 8"),
         ({"matrices": MATRICES._replace(ranks=torch.zeros(2, 2))}, "ranks must be int32"),
         ({"matrices": MATRICES._replace(scales=torch.zeros(1, 2))}, "scales must be float32"),
     ],

@@ -136,9 +136,8 @@ class AdaptedProjection(ops.Projection):
         _, _, _, depth = matrices.down.shape
         scratch = FreshBuffers(matrices.down.device)
         x, out = (matrices.down.new_zeros(num_rows, width) for width in (depth, self._columns))
-        size = ops.low_rank_tile(num_rows)
-        table = ops.tile_table([(0, 0, num_rows)], num_rows, size)
-        tiles = ops.Tiles(ops.to_device(table, x.device), size)
+        tiles = ops.tiles_of([(0, 0, num_rows)], num_rows, ops.low_rank_tile(num_rows))
+        tiles = ops.to_device(tiles, x.device)
         parts = ops.take_low(matrices, num_rows, scratch)
         ops.shrink(x, matrices, tiles, parts)
         low = parts[0]
@@ -172,7 +171,9 @@ class AdaptedProjection(ops.Projection):
         self._write(x, out, self._adapted.tiles, scratch, adds=adds)
         return True
 
-    def _gated_with_tail(self, x: Any, out: Any, tiles: ops.Tiles, scratch: Buffers) -> bool:
+    def _gated_with_tail(
+        self, x: Any, out: Any, tiles: ops.Tiles[Tensor], scratch: Buffers
+    ) -> bool:
         """Write silu(gate) * up with the adapters' products; False if no kernel should."""
         base, matrices, tail = self._base, self._slots.matrices, self._slots.tail
         if tail is None:
@@ -198,7 +199,7 @@ class AdaptedProjection(ops.Projection):
         return both[:, : self._columns], low.unflatten(1, (num_slots, num_parts * max_rank))
 
     def _write(
-        self, x: Tensor, out: Tensor, tiles: ops.Tiles, scratch: Buffers, *, adds: bool
+        self, x: Tensor, out: Tensor, tiles: ops.Tiles[Tensor], scratch: Buffers, *, adds: bool
     ) -> None:
         """Write the product with the adapters' products to `out`, or add it if `adds`."""
         base, low = self._joined(x, len(out), scratch)
@@ -211,7 +212,9 @@ class AdaptedProjection(ops.Projection):
             pieces = self._slots.pieces(slice(*columns.indices(self._columns)[:2]))
             ops.expand(low, self._slots.matrices, self._adapted.tiles, out, pieces)
 
-    def _expand_gated(self, low: Tensor, tiles: ops.Tiles, gate_up: Tensor, out: Tensor) -> None:
+    def _expand_gated(
+        self, low: Tensor, tiles: ops.Tiles[Tensor], gate_up: Tensor, out: Tensor
+    ) -> None:
         """Write silu(gate) * up with the adapters' products."""
         has_gate, has_up = (self._slots.has_part_at(start) for start in (0, self._columns // 2))
         halves = {"has_gate": has_gate, "has_up": has_up}

@@ -9,8 +9,8 @@ the slots of its rows from a table, which is written before each replay.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from contextlib import closing, contextmanager
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # As `SamplePart.pieces`: item, rows of its sequence, rows of its unconditional sequence.
 Piece = tuple[int, slice, "slice | None"]
-# First row of each tile, and the tiles on the device, by the slots of the rows.
-_Tables = dict["RowSlots", tuple[list[int], ops.Tiles]]
+_Tables = dict["RowSlots", "ops.Tiles[Tensor]"]  # tiles on the device
 
 
 class Run(NamedTuple):
@@ -61,9 +60,19 @@ class RowSlots(NamedTuple):
             start = end
         return cls(tuple(runs), start)
 
-    def table(self, size: int) -> Array:
-        """Return the table of tiles of at most `size` rows."""
-        return ops.tile_table(self.runs, self.num_rows, size)
+    def of_rows(self, rows: slice) -> RowSlots:
+        """Return the slots of some of the rows, numbered from the first of them."""
+        first, last = rows.start, rows.stop
+        runs = [
+            Run(slot, max(start, first) - first, min(stop, last) - first)
+            for slot, start, stop in self.runs
+            if start < last and first < stop
+        ]
+        return RowSlots(tuple(runs), last - first)
+
+    def tiles(self, size: int) -> ops.Tiles[Array]:
+        """Return the tiles of at most `size` rows."""
+        return ops.tiles_of(self.runs, self.num_rows, size)
 
 
 class StepSlots(NamedTuple):
@@ -79,25 +88,41 @@ class StepSlots(NamedTuple):
     rows: RowSlots = RowSlots()
     of_drafts: int | None = None
 
+    def of_parts(self, parts: Iterable[tuple[int, int, int]]) -> RowSlots:
+        """Return the slots of rows that consist of parts.
+
+        Args:
+            parts: item of the step, last row + 1, and how many of its last rows only draft.
+        """
+        slots, ends = list[int | None](), list[int]()
+        for item, end, num_drafts in parts:
+            slots += (self.of_items[item] if self.of_items else None, self.of_drafts)
+            ends += (end if self.of_drafts is None else end - num_drafts, end)
+        return RowSlots.of(slots, ends)
+
     def of_pieces(self, pieces: Iterable[Piece], num_drafts: Sequence[int] = ()) -> RowSlots:
         """Return the slots of a part of the sample rows; arguments as in `SamplePart`."""
-        slots, ends = list[int | None](), list[int]()
-        for index, (item, *ranges) in enumerate(pieces):
-            slot = self.of_items[item] if self.of_items else None
-            num_last = num_drafts[index] if self.of_drafts is not None else 0
-            for rows in ranges:
-                if rows is not None:
-                    slots += (slot, self.of_drafts)
-                    ends += (rows.stop - num_last, rows.stop)
-        return RowSlots.of(slots, ends)
+        counts = num_drafts or repeat(0)
+        return self.of_parts(
+            (item, rows.stop, count)
+            for (item, *ranges), count in zip(pieces, counts, strict=False)
+            for rows in ranges
+            if rows is not None
+        )
 
 
 class _Current(NamedTuple):
-    """The rows of a table that are computed now, and their runs in the numbering of the table."""
+    """The rows that are computed now.
+
+    Attributes:
+        table: slots of these rows and of others.
+        rows: which rows of the table are computed.
+        slots: their slots.
+    """
 
     table: RowSlots = RowSlots()
     rows: slice = slice(0)
-    runs: tuple[Run, ...] = ()
+    slots: RowSlots = RowSlots()
 
 
 class AdaptedRows:
@@ -112,7 +137,7 @@ class AdaptedRows:
     def __init__(self, num_slots: int, device: torch.device, draft_slot: int | None = None) -> None:
         self.num_slots, self._device, self.draft_slot = num_slots, device, draft_slot
         self._step, self._current = StepSlots(), _Current()
-        self._captured: ops.Tiles | None = None
+        self._captured: ops.Tiles[Tensor] | None = None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tables: _Tables = {}
 
@@ -122,18 +147,19 @@ class AdaptedRows:
         """Return whether the current rows may have an adapter that changes a product."""
         if self._captured is not None:
             return True  # any slot may be used when the graph is replayed
-        return any(slots.is_changed_by(run.slot) for run in self._current.runs)
+        return any(slots.is_changed_by(run.slot) for run in self._current.slots.runs)
 
     @property
-    def tiles(self) -> ops.Tiles:
+    def tiles(self) -> ops.Tiles[Tensor]:
         """The tiles of the current rows."""
-        first_row = self._current.rows.start
         if self._captured is not None:
-            return self._captured._replace(first_row=first_row)
-        firsts, tiles = self._on_device(self._current.table)
-        first = _last_at(firsts, first_row)
-        last = _last_at(firsts, self._current.rows.stop - 1)
-        return tiles._replace(table=tiles.table[first : last + 1], first_row=first_row)
+            return self._captured._replace(first_row=self._current.rows.start)
+        slots = self._current.slots
+        tiles = self._tables.get(slots)
+        if tiles is None:
+            on_host = slots.tiles(ops.low_rank_tile(slots.num_rows))
+            tiles = self._tables[slots] = ops.to_device(on_host, self._device)
+        return tiles
 
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
@@ -171,13 +197,12 @@ class AdaptedRows:
                 yield seconds
 
     @contextmanager
-    def capturing(self, table: Tensor | None, num_rows: int) -> Iterator[None]:
-        """Make the products read their tiles from a table on the device; None for no adapters.
+    def capturing(self, tiles: ops.Tiles[Tensor] | None) -> Iterator[None]:
+        """Make the products read these tiles on the device; None for no adapters.
 
-        All rows are computed at once, and the table need not be written yet.
+        All rows are computed at once, and the tiles need not be written yet.
         """
-        if table is not None:
-            self._captured = ops.Tiles(table, ops.low_rank_tile(num_rows))
+        self._captured = tiles
         try:
             yield
         finally:
@@ -217,18 +242,7 @@ class AdaptedRows:
 
     def _turn_to(self, table: RowSlots, rows: slice) -> None:
         rows = slice(rows.start, min(rows.stop, table.num_rows) if table.runs else rows.stop)
-        runs = tuple(run for run in table.runs if run.start < rows.stop and rows.start < run.stop)
-        self._current = _Current(table, rows, runs)
-
-    def _on_device(self, rows: RowSlots) -> tuple[list[int], ops.Tiles]:
-        """Return the first row of each tile, and the tiles on the device."""
-        known = self._tables.get(rows)
-        if known is None:
-            size = ops.low_rank_tile(rows.num_rows)
-            table = rows.table(size)
-            tiles = ops.Tiles(ops.to_device(table, self._device), size)
-            known = self._tables[rows] = table[:, 1].tolist(), tiles
-        return known
+        self._current = _Current(table, rows, table.of_rows(rows))
 
 
 class WatchedRows:
@@ -261,8 +275,3 @@ def _append(runs: list[Run], run: Run) -> None:
         runs[-1] = runs[-1]._replace(stop=run.stop)
     elif run.start < run.stop:
         runs.append(run)
-
-
-def _last_at(firsts: list[int], row: int) -> int:
-    """Return the index of the tile that holds a row."""
-    return bisect_right(firsts, row) - 1

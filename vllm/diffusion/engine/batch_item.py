@@ -32,8 +32,8 @@ class ExtraWindow(NamedTuple):
         kept_starts, num_sequences: as for the request.
         has_fp8_attention: False, because only steps of one item have fp8 attention.
         context: another item of the step that computes the last keys before this item's window, in
-            rows that are not part of a tail. They are stored in the pages of both. None for no such
-            item.
+            rows before its tail (`ForwardTarget.tail_start`). They are stored in the pages of both.
+            None for no such item.
     """
 
     cache: KeptSequence | None

@@ -55,7 +55,7 @@ from vllm.diffusion.ops.kinds import (
     use_scheme,
 )
 from vllm.diffusion.ops.loading import StreamedParameter
-from vllm.diffusion.ops.low_rank import NO_TILE, split_bytes, take_low, tile_table
+from vllm.diffusion.ops.low_rank import NO_TILE, split_bytes, take_low, tiles_of
 from vllm.diffusion.ops.named_tokens import logprobs_and_entropies, token_logprobs
 from vllm.diffusion.ops.packed import PackedProjection, empty_packed, quantise_packed, reserve
 from vllm.diffusion.ops.packed_checkpoints import OrderedProjection
@@ -184,7 +184,7 @@ __all__ = [
     "tail_tiling",
     "take_low",
     "tensor_parallel",
-    "tile_table",
+    "tiles_of",
     "to_device",
     "token_logprobs",
     "use_scheme",

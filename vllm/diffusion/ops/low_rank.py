@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gather_gemm import MAX_SPLIT_ROWS, LowRank, low_rank_splits
+from gather_gemm import MAX_SPLIT_ROWS, LowRank, Tiles, low_rank_splits
 from vllm.diffusion.core import stages
 
 if TYPE_CHECKING:
@@ -22,20 +22,23 @@ NO_SLOT = -1
 NO_TILE = (NO_SLOT, 0, 0)
 
 
-def tile_table(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -> Array:
-    """Return the tiles [n, 3] int32 of `num_rows` rows: slot, first row, number of rows.
+def tiles_of(runs: Iterable[tuple[int, int, int]], num_rows: int, size: int) -> Tiles[Array]:
+    """Return the tiles of `num_rows` rows, sorted by slot.
 
     Args:
-        runs: slot, first row and end of consecutive rows with a slot, in ascending order.
+        runs: slot, first row and end of consecutive rows with a slot.
         num_rows: number of rows; rows outside of all runs get tiles without a slot.
         size: maximum number of rows of a tile.
     """
-    tiles, end = list[tuple[int, int, int]](), 0
-    for slot, start, stop in (*runs, (NO_SLOT, num_rows, num_rows)):
-        for own, first, last in ((NO_SLOT, end, start), (slot, start, stop)):
-            tiles += [(own, row, min(size, last - row)) for row in range(first, last, size)]
-        end = stop
-    return np.array(tiles, dtype=np.int32).reshape(-1, 3)
+    slots = np.full(num_rows, NO_SLOT)
+    for slot, start, stop in runs:
+        slots[start:stop] = slot
+    rows = np.argsort(slots, kind="stable").astype(np.int32)
+    tiles, first = list[tuple[int, int, int]](), 0
+    for slot, count in zip(*np.unique(slots, return_counts=True), strict=True):
+        tiles += [(slot, first + row, min(size, count - row)) for row in range(0, count, size)]
+        first += count
+    return Tiles(np.array(tiles, dtype=np.int32).reshape(-1, 3), rows, size)
 
 
 def take_low(matrices: LowRank, num_rows: int, scratch: Buffers) -> Tensor:

@@ -42,7 +42,6 @@ class WindowPart(NamedTuple):
         num_keys, block_length: keys that are read, see `Visibility.seen_by`.
         reads_kept: whether some keys that are read are not computed by the forward pass.
         block_start: as in `core.spans.Span`; -1 if layers compute all rows in the same way.
-        is_tail: whether the rows only draft, with an adapter of their own.
     """
 
     first: int
@@ -51,7 +50,6 @@ class WindowPart(NamedTuple):
     block_length: int
     reads_kept: bool
     block_start: int = -1
-    is_tail: bool = False
 
 
 @dataclass(frozen=True)

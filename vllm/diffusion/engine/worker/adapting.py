@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm.diffusion.adapters.adapted_rows import RowSlots, StepSlots
+from vllm.diffusion.adapters.adapted_rows import StepSlots
 from vllm.diffusion.adapters.known_adapters import KnownAdapters, Source
 from vllm.diffusion.adapters.lora_flags import reader_of
 from vllm.diffusion.adapters.matrices import Shard
@@ -70,7 +70,6 @@ class AdaptingRunner(DiffusionModelRunner):
         self.adapters, self.reader = loaded
         assert self.model.adapting is not None
         self.adapted = self.model.adapting
-        self.splits_tails = self.adapted.draft_slot is not None
         self._rehearses = False
         self.forward = AdaptingForward(self)
         if self.reader is not None:
@@ -83,27 +82,19 @@ class AdaptingRunner(DiffusionModelRunner):
         return self.adapted.computing(rows.batch.slots or StepSlots(), work)
 
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
-        # Rows of one slot follow one another, so that they share tiles.
-        if any(self._slot_of(item) is not None for item in items):
-            items = sorted(items, key=self._order_of)
         batch = super().batch_of(items)
-        slots = tuple([self._slot_of(item) for item in batch.items])
-        are_tails = batch.packing.are_tails
-        if not any(are_tails) and slots.count(None) == len(slots):
-            return batch
-        of_rows = [
-            self.adapted.draft_slot if is_draft else slots[item]
-            for (item, *_), is_draft in zip(batch.packing.sources, are_tails, strict=True)
-        ]
-        rows = RowSlots.of(of_rows, batch.packing.ends.tolist())
-        return replace(batch, slots=StepSlots(slots, rows, self.adapted.draft_slot))
+        of_items = tuple([self._slot_of(item) for item in batch.items])
+        slots, packing = StepSlots(of_items, of_drafts=self.adapted.draft_slot), batch.packing
+        rows = slots.of_parts(
+            (item, end, batch.targets[item].num_in_tail(first, stop))
+            for (item, _, first, stop), end in zip(
+                packing.sources, packing.ends.tolist(), strict=True
+            )
+        )
+        return replace(batch, slots=slots._replace(rows=rows)) if rows.runs else batch
 
     def _slot_of(self, item: BatchItem) -> int | None:
         return 0 if self._rehearses else self.adapters.slot_of_request(item.req_id)
-
-    def _order_of(self, item: BatchItem) -> int:
-        slot = self._slot_of(item)
-        return -1 if slot is None else slot
 
     def rehearsals(self) -> Iterator[None]:
         yield

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.diffusion.decoding import ForwardTarget
     from vllm.diffusion.engine.batch_item import BatchItem
     from vllm.diffusion.engine.worker.window import Window
-    from vllm.diffusion.ops import Array
+    from vllm.diffusion.ops import Array, Tiles
 
 A = TypeVar("A")  # an array on the host or a tensor on the device
 
@@ -45,7 +45,7 @@ class StepInputs(NamedTuple, Generic[A]):
             the store. Chunks of the last layer follow if they differ.
         is_block: [T] bool, whether a row belongs to a block that is denoised; None if the layers
             treat all rows alike.
-        tiles: [n, 3] int32, the slots of the rows with LoRA adapters; only in graphs.
+        tiles: the slots of the rows with LoRA adapters; only in graphs.
         window_slots: [W] int64, as `slot_mapping`, for layers with a window; None if all layers
             have the same pages.
         copy_slots: [C, W] int64, further rows of the page store for the last W rows; the first
@@ -57,7 +57,7 @@ class StepInputs(NamedTuple, Generic[A]):
     slot_mapping: A
     layouts: tuple[tuple[AttentionLayout[A], ...], ...]
     is_block: A | None = None
-    tiles: A | None = None
+    tiles: Tiles[A] | None = None
     window_slots: A | None = None
     copy_slots: A | None = None
 
@@ -69,11 +69,12 @@ class Packing:
     A request has one sequence, and with guidance also the unconditional sequence. The rows of S
     sequences follow one another: first sequences without a cache, then windows of all positions,
     then windows of some positions, which read cached keys. A part of a window counts as a sequence
-    of its own. Tails that read cached keys come last. Columns are [S] int64.
+    of its own. Columns are [S] int64.
 
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
         windows: per item, the positions of each of its sequences that are computed.
+        tails: per item, where the tail of these positions begins (`ForwardTarget.tail_start`).
         pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, row of the page store for each of the last W rows, which belong to
@@ -92,11 +93,11 @@ class Packing:
         window_slots: [W] int64, as in `StepInputs`.
         sources: per sequence, its item, the index of the item's sequence, and the first position
             and last + 1 that are computed.
-        are_tails: per sequence, whether it is a tail (`Window.with_tail`).
     """
 
     items: tuple[BatchItem, ...]
     windows: tuple[Window, ...]
+    tails: tuple[int | None, ...]
     pages: PageTable
     positions: Array
     slot_mapping: Array
@@ -111,7 +112,6 @@ class Packing:
     is_block: Array | None
     window_slots: Array | None
     sources: tuple[tuple[int, int, int, int], ...]
-    are_tails: list[bool]
 
     @cached_property
     def sequences(self) -> tuple[Span, ...]:
@@ -124,28 +124,11 @@ class Packing:
 
     @cached_property
     def of_requests(self) -> tuple[tuple[Span, ...], ...]:
-        """Sequences of each request; for a sequence in parts, only the last part.
-
-        Tails are left out, unless a request has no other rows.
-        """
+        """Sequences of each request; for a sequence in parts, only the last part."""
         last: list[dict[int, Span]] = [{} for _ in self.items]
-        for (item, number, *_), is_tail, span in zip(
-            self.sources, self.are_tails, self.sequences, strict=True
-        ):
-            if number not in last[item] or not is_tail:
-                last[item][number] = span
+        for (item, number, *_), span in zip(self.sources, self.sequences, strict=True):
+            last[item][number] = span
         return tuple([tuple(spans.values()) for spans in last])
-
-    @cached_property
-    def tails(self) -> tuple[Span | None, ...]:
-        """The rows of each request's tail."""
-        tails: list[Span | None] = [None] * len(self.items)
-        for (item, *_), is_tail, span in zip(
-            self.sources, self.are_tails, self.sequences, strict=True
-        ):
-            if is_tail:
-                tails[item] = span
-        return tuple(tails)
 
     @cached_property
     def copy_slots(self) -> Array | None:
@@ -274,8 +257,6 @@ def build_batch(
     logit_shift: int,
     pages: PageTable,
     before: Packing | None = None,
-    *,
-    splits_tails: bool = False,
 ) -> StepBatch:
     """Pack the rows that the requests compute in this step.
 
@@ -284,16 +265,14 @@ def build_batch(
         logit_shift: as in `StepBatch`.
         pages: the page table of the cached keys and values.
         before: packing of an earlier step, reused if nothing has moved.
-        splits_tails: whether tails (`ForwardTarget.tail_start`) are parts of their own.
     """
     # Rows without a cache come first. Rows that read keys from the cache come last.
     forwards = sorted([(item, *item.next_forward()) for item in items], key=_kind)
     packed, targets, windows = zip(*forwards, strict=True)
-    if splits_tails:
-        windows = tuple([window.with_tail(target.tail_start) for _, target, window in forwards])
+    tails = tuple([target.tail_start for target in targets])
     is_alike = before is not None and before.pages is pages and before.items == packed
-    if before is None or not is_alike or before.windows != windows:
-        before = _pack(packed, windows, pages)
+    if before is None or not is_alike or (before.windows, before.tails) != (windows, tails):
+        before = _pack(packed, windows, tails, pages)
     tokens = [item.sequences for item in packed]
     rows = [tokens[item][number][first:stop] for item, number, first, stop in before.sources]
     return StepBatch(np.concatenate(rows), targets, before, logit_shift)
@@ -305,18 +284,19 @@ def _kind(forward: tuple[BatchItem, ForwardTarget, Window]) -> int:
     return (item.window.cache is not None) + window.reads_kept
 
 
-def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: PageTable) -> Packing:
-    """Lay out the rows of these requests one after the other, in this order, without padding.
-
-    Tails that read cached keys come last.
-    """
+def _pack(
+    items: tuple[BatchItem, ...],
+    windows: tuple[Window, ...],
+    tails: tuple[int | None, ...],
+    pages: PageTable,
+) -> Packing:
+    """Lay out the rows of these requests one after the other, in this order, without padding."""
     parts = [
         (index, number, part)
         for index, (item, window) in enumerate(zip(items, windows, strict=True))
         for number in range(item.window.num_sequences)
         for part in window.parts
     ]
-    parts.sort(key=lambda numbered: numbered[2].is_tail and numbered[2].reads_kept)
     sources = tuple([(index, number, *part[:2]) for index, number, part in parts])
     slots, kept_starts, window_slots = [_NO_SLOTS], [], list["Array"]()
     for index, number, first, stop in sources:
@@ -330,7 +310,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
     starts = np.array(kept_starts)
     numbers = chain.from_iterable([part for *_, part in parts])
     table = np.fromiter(numbers, np.int64).reshape(starts.size, -1)
-    firsts, stops, num_keys, block_lengths, reads_kept, block_starts, are_tails = table.T
+    firsts, stops, num_keys, block_lengths, reads_kept, block_starts = table.T
     counts = stops - firsts
     ends = counts.cumsum()
     offsets = ends - counts - firsts
@@ -338,6 +318,7 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
     return Packing(
         items,
         windows,
+        tails,
         pages,
         positions=np.arange(ends[-1]) - np.repeat(offsets, counts),
         slot_mapping=np.concatenate(slots),
@@ -352,7 +333,6 @@ def _pack(items: tuple[BatchItem, ...], windows: tuple[Window, ...], pages: Page
         is_block=np.repeat(block_starts >= 0, counts) if items[0].params.is_open else None,
         window_slots=np.concatenate(window_slots) if window_slots else None,
         sources=sources,
-        are_tails=are_tails.astype(bool).tolist(),
     )
 
 

@@ -68,7 +68,6 @@ class DiffusionModelRunner:
         ranks: ranks that compute the same steps; None for a single rank.
 
     Attributes:
-        splits_tails: whether tails (`ForwardTarget.tail_start`) come last in a step.
         guests: capabilities of some requests that take part in steps; see `join`.
         epoch: number of times that cached results were dropped.
         usage: memory usage of the latest collected step.
@@ -78,7 +77,6 @@ class DiffusionModelRunner:
     # Set by the worker. Worker extensions of trainers read it here.
     vllm_config: VllmConfig
     promise: Mapping[str, Any] = MappingProxyType({})  # set by the worker, too
-    splits_tails = False
 
     def __init__(
         self,
@@ -193,7 +191,7 @@ class DiffusionModelRunner:
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
         """Pack the next forwards of these items."""
         shift, pages = self.model.family.logit_shift, self.caches.table
-        batch = build_batch(items, shift, pages, self._packing, splits_tails=self.splits_tails)
+        batch = build_batch(items, shift, pages, self._packing)
         self._packing = batch.packing
         return batch
 

@@ -39,8 +39,7 @@ class SamplePart(NamedTuple, Generic[A]):
         layouts: keys that the rows read in the last layer.
         pieces: one per request: its index in the batch, the range of `rows` of its own sequence,
             and the range of its unconditional sequence, or None without guidance.
-        num_drafts: one per request: number of its last rows that only draft, if an adapter changes
-            such rows.
+        num_drafts: one per request: number of its last rows that only draft.
     """
 
     rows: A
@@ -204,19 +203,16 @@ class _PartBuilder:
     def add(self, number: int, positions: Array) -> None:
         """Add the rows that predict `positions` [r] of the request at this index of the batch."""
         prompt_length, places = self._batch.items[number].prompt_length, []
-        shift = 1 if self._batch.targets[number].is_causal else self._batch.logit_shift
-        packing, count = self._batch.packing, positions.size
-        drafts = packing.tails[number]
-        if drafts is not None:
-            count = int(np.searchsorted(positions - shift, drafts.first))
-        for sequence in packing.of_requests[number]:
-            start = self.num_rows
-            for rows, own in ((positions[:count], sequence), (positions[count:], drafts)):
-                if own is not None and rows.size:
-                    self._rows.append((rows, own, prompt_length, shift))
-                    self.num_rows += rows.size
-            places.append(slice(start, self.num_rows))
-        self._num_drafts.append(positions.size - count)
+        target = self._batch.targets[number]
+        shift = 1 if target.is_causal else self._batch.logit_shift
+        for sequence in self._batch.packing.of_requests[number]:
+            self._rows.append((positions, sequence, prompt_length, shift))
+            places.append(slice(self.num_rows, self.num_rows + positions.size))
+            self.num_rows += positions.size
+        tail = target.tail_start
+        self._num_drafts.append(
+            0 if tail is None else int(np.count_nonzero(positions - shift >= tail))
+        )
         self._pieces.append((number, places[0], places[1] if len(places) > 1 else None))
 
     def finish(self) -> SamplePart[Array]:

@@ -59,7 +59,6 @@ MAX_SEQUENCES = 256
 # Maximum further slots of a row in a bucket. A step with all branches (`draft_branches`) that needs
 # more of them has more than `ENDED_ROWS` rows.
 MAX_COPIES = 10
-_ROW_KINDS = 2  # kinds of rows in a batch of windows: of all positions, and of some
 
 
 class Bucket(NamedTuple):
@@ -121,7 +120,10 @@ class Bucket(NamedTuple):
         slot_mapping = numbers(self.rows if self.is_cached else 0, np.int64)
         ids, positions = numbers(self.rows, np.int64), numbers(self.rows, np.int64)
         is_block = numbers(self.rows, np.bool_) if marks_blocks else None
-        tiles = np.zeros((self.tiles, 3), np.int32) if self.tiles else None
+        tiles = None
+        if self.tiles:
+            table = np.zeros((self.tiles, 3), np.int32)
+            tiles = ops.Tiles(table, numbers(self.rows), ops.low_rank_tile(self.rows))
         copy_slots = np.zeros((self.copies, self.rows), np.int64) if self.copies else None
         return StepInputs(
             *(ids, positions, slot_mapping, ((layout,),)),
@@ -174,9 +176,10 @@ def fill(inputs: StepInputs[Array], batch: StepBatch, before: Packing | None = N
         _fill(layout.firsts, packing.firsts, 0)
     if inputs.tiles is not None and batch.slots is not None:
         # Rows of the padding belong to tiles without a slot, too.
-        tiles = batch.slots.rows._replace(num_rows=size).table(ops.low_rank_tile(size))
-        inputs.tiles[: len(tiles)] = tiles
-        inputs.tiles[len(tiles) :] = ops.NO_TILE
+        tiles = batch.slots.rows._replace(num_rows=size).tiles(inputs.tiles.size)
+        inputs.tiles.rows[:] = tiles.rows
+        inputs.tiles.table[: len(tiles.table)] = tiles.table
+        inputs.tiles.table[len(tiles.table) :] = ops.NO_TILE
 
 
 def _fill(array: Array, values: Array, padding: int) -> None:
@@ -364,7 +367,7 @@ class GraphRunner:
         """Return a context in which products read the slots of their rows from the inputs."""
         if self._model.adapting is None:
             return nullcontext()
-        return self._model.adapting.capturing(inputs.tiles, inputs.token_ids.numel())
+        return self._model.adapting.capturing(inputs.tiles)
 
     def _bytes_of(self, batch: StepBatch) -> int:
         """Return the planned peak memory of the layers; no graph computes sample rows."""
@@ -422,20 +425,15 @@ class Buckets:
             if is_enough and max_copies >= num_copies:
                 tiles = 0
                 if batch.slots is not None:
-                    tiles = self._max_tiles(rows, max_sequences, is_cached)
+                    tiles = self._max_tiles(rows, max_sequences)
                 return Bucket(rows, max_sequences, is_cached, tiles, max_copies)
         return None
 
-    def _max_tiles(self, rows: int, sequences: int, is_cached: bool) -> int:
-        """Return the maximum number of tiles of a batch whose rows are sorted by slot."""
-        num_runs = sequences
-        # A run is a number of consecutive rows with the same slot. Each kind of rows has a run of
-        # every slot, and a run without a slot. Without a cache, a tail follows the other rows of
-        # its request, so every sequence may be a run.
-        if is_cached or not self.has_drafts:
-            num_runs = min(_ROW_KINDS * (self.num_slots + 1), sequences)
-        num_runs += 1  # the padding
-        return ops.max_tiles(rows, num_runs, ops.low_rank_tile(rows))
+    def _max_tiles(self, rows: int, sequences: int) -> int:
+        """Return the maximum number of tiles of a batch."""
+        # All slots, and rows without a slot, such as the padding.
+        num_slots = min(self.num_slots, sequences + self.has_drafts) + 1
+        return ops.max_tiles(rows, num_slots, ops.low_rank_tile(rows))
 
 
 def buckets_of(config: DiffusionConfig, *, is_fp8: bool = False, num_slots: int = 0) -> Buckets:

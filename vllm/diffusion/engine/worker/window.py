@@ -50,16 +50,6 @@ class Window(NamedTuple):
         reads_kept = forward.num_keys > stop - first
         return cls(forward, first, stop, reads_kept, visibility.parts(forward))
 
-    def with_tail(self, start: int | None) -> Window:
-        """Return this window with a tail, the positions from `start` on, as parts of its own."""
-        if start is None or start >= self.stop:
-            return self
-        parts, last = list(self.parts), self.parts[-1]
-        if last.first < start:
-            parts[-1:] = last._replace(stop=start), last._replace(first=start)
-        marked = [part._replace(is_tail=part.first >= start) for part in parts]
-        return self._replace(parts=tuple(marked))
-
     @property
     def num_rows(self) -> int:
         """Number of rows of one sequence; with guidance a request computes two sequences."""
