@@ -142,8 +142,8 @@ def shrink_kernel(
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     begin(OVERLAPS)
     if BY_SLOT:
-        # Of rows without a slot only zeros are stored.
-        split_depth = tl.where(slot >= 0, split_depth, 0)
+        # Only zeros are stored of rows without a slot, and of ranks that are not in use.
+        split_depth = tl.where(tl.max(is_own.to(tl.int32), axis=0) > 0, split_depth, 0)
     for done in range(0, split_depth, DEPTH):
         ids = start + done + depth_ids
         left = tl.load(

@@ -54,6 +54,9 @@ def test_every_rank(generator, device, rank):
             out = base.clone()
             expand(check.low(tiles, 2), check.matrices, tiles, out, (Piece(0, 0, 0, 72),))
             assert relative_error(out, base.double() + check.delta) <= ERROR[dtype]
+            by_slot = check.by_slot(tiles, 2)
+            assert relative_error(by_slot, check.scaled) <= ERROR[dtype]
+            assert not by_slot[check.scaled == 0].any()
 
 
 @pytest.mark.gpu
