@@ -10,7 +10,6 @@ the slots of its rows from a table, which is written before each replay.
 from __future__ import annotations
 
 from contextlib import closing, contextmanager
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -88,24 +87,24 @@ class StepSlots(NamedTuple):
     rows: RowSlots = RowSlots()
     of_drafts: int | None = None
 
-    def of_parts(self, parts: Iterable[tuple[int, int, int]]) -> RowSlots:
-        """Return the slots of rows that consist of parts.
+    def of_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> RowSlots:
+        """Return the slots of consecutive ranges of rows.
 
         Args:
-            parts: item of the step, last row + 1, and how many of its last rows only draft.
+            ranges: per range, its item of the step, its last row + 1, and how many of its last rows
+                only draft.
         """
         slots, ends = list[int | None](), list[int]()
-        for item, end, num_drafts in parts:
+        for item, end, num_drafts in ranges:
             slots += (self.of_items[item] if self.of_items else None, self.of_drafts)
             ends += (end if self.of_drafts is None else end - num_drafts, end)
         return RowSlots.of(slots, ends)
 
-    def of_pieces(self, pieces: Iterable[Piece], num_drafts: Sequence[int] = ()) -> RowSlots:
+    def of_pieces(self, pieces: Iterable[Piece], num_drafts: Iterable[int]) -> RowSlots:
         """Return the slots of a part of the sample rows; arguments as in `SamplePart`."""
-        counts = num_drafts or repeat(0)
-        return self.of_parts(
+        return self.of_ranges(
             (item, rows.stop, count)
-            for (item, *ranges), count in zip(pieces, counts, strict=False)
+            for (item, *ranges), count in zip(pieces, num_drafts, strict=True)
             for rows in ranges
             if rows is not None
         )

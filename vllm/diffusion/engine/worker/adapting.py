@@ -85,7 +85,7 @@ class AdaptingRunner(DiffusionModelRunner):
         batch = super().batch_of(items)
         of_items = tuple([self._slot_of(item) for item in batch.items])
         slots, packing = StepSlots(of_items, of_drafts=self.adapted.draft_slot), batch.packing
-        rows = slots.of_parts(
+        rows = slots.of_ranges(
             (item, end, batch.targets[item].num_in_tail(first, stop))
             for (item, _, first, stop), end in zip(
                 packing.sources, packing.ends.tolist(), strict=True
