@@ -55,10 +55,6 @@ class ForwardTarget(NamedTuple):
     is_causal: bool = False
     tail_start: int | None = None
 
-    def num_in_tail(self, first: int, stop: int) -> int:
-        """Return how many of the positions from `first` to `stop` - 1 are in the tail."""
-        return 0 if self.tail_start is None else max(stop - max(first, self.tail_start), 0)
-
 
 class Candidates(NamedTuple):
     """Proposals for the eligible positions of one sequence, in ascending order of position.

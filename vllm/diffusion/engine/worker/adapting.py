@@ -84,9 +84,12 @@ class AdaptingRunner(DiffusionModelRunner):
     def batch_of(self, items: Sequence[BatchItem]) -> StepBatch:
         batch = super().batch_of(items)
         of_items = tuple([self._slot_of(item) for item in batch.items])
-        slots, packing = StepSlots(of_items, of_drafts=self.adapted.draft_slot), batch.packing
+        draft_slot, packing = self.adapted.draft_slot, batch.packing
+        if draft_slot is None and of_items.count(None) == len(of_items):
+            return batch
+        slots = StepSlots(of_items, of_drafts=draft_slot)
         rows = slots.of_ranges(
-            (item, end, batch.targets[item].num_in_tail(first, stop))
+            (item, end, _num_in_tail(packing.tails[item], first, stop))
             for (item, _, first, stop), end in zip(
                 packing.sources, packing.ends.tolist(), strict=True
             )
@@ -169,6 +172,11 @@ class AdaptingLoop(StepLoop):
         runner.adapters.awaited = message.awaited_adapters | starting
         runner.adapters.forget_removed()
         return super().execute(message)
+
+
+def _num_in_tail(tail: int | None, first: int, stop: int) -> int:
+    """Return how many of the positions from `first` to `stop` - 1 are in a tail."""
+    return 0 if tail is None else max(stop - max(first, tail), 0)
 
 
 def source_of(request: LoRARequest, reader: AdapterReader) -> Source:
