@@ -57,10 +57,10 @@ class Tiles(NamedTuple, Generic[A]):
     Attributes:
         table: int32 [tiles, 3]: slot, index of the tile's first row in `rows`, number of rows. The
             slot of rows without matrices is negative. Tiles without rows are allowed.
-        rows: int32 [n], rows of the tensors. A tile has consecutive entries.
+        rows: int32 [n], the numbers of the rows of all tiles, tile after tile.
         size: maximum number of rows of a tile: 16, 32 or 64.
-        first_row: number in `rows` of the first row of the tensors. Rows before it, and behind the
-            tensors' end, are left out.
+        first_row: the number of the tensors' first row. Rows before it, and behind the tensors'
+            end, are left out.
     """
 
     table: A

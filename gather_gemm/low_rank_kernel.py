@@ -142,7 +142,7 @@ def shrink_kernel(
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     begin(OVERLAPS)
     if BY_SLOT:
-        # Only zeros are stored of rows without a slot, and of ranks that are not in use.
+        # For rows without a slot, and for ranks that are not in use, only zeros are stored.
         split_depth = tl.where(tl.max(is_own.to(tl.int32), axis=0) > 0, split_depth, 0)
     for done in range(0, split_depth, DEPTH):
         ids = start + done + depth_ids

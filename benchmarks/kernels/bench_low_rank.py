@@ -34,9 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu_timing import KernelParser, compare, copy_bandwidth, random_rows, report
 from gather_gemm import LowRank, Piece, Tiles, expand, gated_expand, low_rank_tile, shrink
-from vllm.diffusion import ops
 from vllm.diffusion.core.stages import FreshBuffers
-from vllm.diffusion.ops import dispatch, plain_projection, silu_mul, take_low
+from vllm.diffusion.ops import dispatch, plain_projection, silu_mul, take_low, tiles_of, to_device
 from vllm_add_llada.cuda_kernels.fused_ops import Epilogue, Tiling, fused_linear
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(None, f"gate and up with {title}", GATED_COLUMNS, gated)
 
 
-def tiles_of(num_rows: int, num_slots: int) -> Tiles[torch.Tensor]:
+def equal_tiles(num_rows: int, num_slots: int) -> Tiles[torch.Tensor]:
     """Return the tiles of rows of which each slot has an equal share."""
     share = -(-num_rows // num_slots)
     runs = [
@@ -93,14 +92,14 @@ def tiles_of(num_rows: int, num_slots: int) -> Tiles[torch.Tensor]:
         for slot in range(num_slots)
         if slot * share < num_rows
     ]
-    tiles = ops.tiles_of(runs, num_rows, low_rank_tile(num_rows))
-    on_device: Tiles[torch.Tensor] = ops.to_device(tiles, torch.device("cuda"))
-    return on_device
+    on_host = tiles_of(runs, num_rows, low_rank_tile(num_rows))
+    tiles: Tiles[torch.Tensor] = to_device(on_host, torch.device("cuda"))
+    return tiles
 
 
 def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
     """Measure a row of the table of gate and up."""
-    tiles, columns = tiles_of(num_rows, options.slots), 2 * options.width
+    tiles, columns = equal_tiles(num_rows, options.slots), 2 * options.width
     num_numbers = options.slots * 2 * options.rank
     out = random_rows(num_rows, options.width)
     by_slot = random_rows(num_rows, num_numbers)
@@ -144,7 +143,7 @@ def measure_gated(num_rows: int, options: argparse.Namespace) -> list[float]:
 
 def measure(num_rows: int, options: argparse.Namespace) -> list[float]:
     """Measure a row of the table."""
-    tiles = tiles_of(num_rows, options.slots)
+    tiles = equal_tiles(num_rows, options.slots)
     layers = [products_of(num_rows, options) for _ in range(NUM_LAYERS)]
     calls = {}
     for use in USES:

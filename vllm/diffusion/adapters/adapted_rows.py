@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # As `SamplePart.pieces`: item, rows of its sequence, rows of its unconditional sequence.
 Piece = tuple[int, slice, "slice | None"]
-_Tables = dict["RowSlots", "ops.Tiles[Tensor]"]  # tiles on the device
+_TilesOnDevice = dict["RowSlots", "ops.Tiles[Tensor]"]
 
 
 class Run(NamedTuple):
@@ -60,7 +60,7 @@ class RowSlots(NamedTuple):
         return cls(tuple(runs), start)
 
     def of_rows(self, rows: slice) -> RowSlots:
-        """Return the slots of some of the rows, numbered from the first of them."""
+        """Return the slots of consecutive rows; the first of them becomes row 0."""
         first, last = rows.start, rows.stop
         runs = [
             Run(slot, max(start, first) - first, min(stop, last) - first)
@@ -91,7 +91,7 @@ class StepSlots(NamedTuple):
         """Return the slots of consecutive ranges of rows.
 
         Args:
-            ranges: per range, its item of the step, its last row + 1, and how many of its last rows
+            ranges: per range, the item of the step, the last row + 1, and how many rows at its end
                 only draft.
         """
         slots, ends = list[int | None](), list[int]()
@@ -114,9 +114,9 @@ class _Current(NamedTuple):
     """The rows that are computed now.
 
     Attributes:
-        table: slots of these rows and of others.
-        rows: which rows of the table are computed.
-        slots: their slots.
+        table: slots of all rows of the step, or of a part of its sample rows.
+        rows: which of these rows are computed.
+        slots: the slots of the computed rows.
     """
 
     table: RowSlots = RowSlots()
@@ -138,7 +138,7 @@ class AdaptedRows:
         self._step, self._current = StepSlots(), _Current()
         self._captured: ops.Tiles[Tensor] | None = None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tables: _Tables = {}
+        self._uploaded: _TilesOnDevice = {}
 
     # ---- for products ----
 
@@ -154,10 +154,10 @@ class AdaptedRows:
         if self._captured is not None:
             return self._captured._replace(first_row=self._current.rows.start)
         slots = self._current.slots
-        tiles = self._tables.get(slots)
+        tiles = self._uploaded.get(slots)
         if tiles is None:
             on_host = slots.tiles(ops.low_rank_tile(slots.num_rows))
-            tiles = self._tables[slots] = ops.to_device(on_host, self._device)
+            tiles = self._uploaded[slots] = ops.to_device(on_host, self._device)
         return tiles
 
     @property
@@ -181,10 +181,10 @@ class AdaptedRows:
         self, step: StepSlots, work: Generator[float, None, T]
     ) -> Generator[float, None, T]:
         """Run the chunks of a step; other steps may run whenever it yields."""
-        current, tables = _Current(), _Tables()
+        current, uploaded = _Current(), _TilesOnDevice()
         with closing(work):
             while True:
-                self._step, self._current, self._tables = step, current, tables
+                self._step, self._current, self._uploaded = step, current, uploaded
                 try:
                     seconds = next(work)
                 except StopIteration as end:
@@ -192,7 +192,7 @@ class AdaptedRows:
                     return result
                 finally:
                     current = self._current
-                    self._step, self._current, self._tables = StepSlots(), _Current(), {}
+                    self._step, self._current, self._uploaded = StepSlots(), _Current(), {}
                 yield seconds
 
     @contextmanager

@@ -74,7 +74,7 @@ class Packing:
     Attributes:
         items: the requests, and items of guests, in the order of their rows.
         windows: per item, the positions of each of its sequences that are computed.
-        tails: per item, where the tail of these positions begins (`ForwardTarget.tail_start`).
+        tails: per item, `ForwardTarget.tail_start`. Rows of a tail may have another adapter.
         pages: the page table of the cached keys and values.
         positions: [T] int64, from 0 in every sequence.
         slot_mapping: [W] int64, row of the page store for each of the last W rows, which belong to
