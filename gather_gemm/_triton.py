@@ -42,4 +42,4 @@ def can_take(x: Tensor) -> bool:
 
 def guard(x: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current, because a kernel is launched on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    return torch.cuda.device(x.get_device()) if x.is_cuda else nullcontext()

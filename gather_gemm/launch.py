@@ -175,7 +175,6 @@ MAX_SPLIT_ROWS = 2048  # limit of rows times splits
 # programs share a row anyway.
 _SPLITS, _SPLITS_OF_MANY_RANKS = (8, MAX_SPLIT_ROWS), (4, 512)
 _EXPAND_PROGRAMS = 256  # programs that large tiles must leave
-_HIGH_RANK = 32  # rank above which programs of gate and up have fewer columns
 
 
 def low_rank_tile(num_rows: int) -> int:
@@ -224,8 +223,7 @@ def choose_gated_expand(max_rank: int, element_bytes: int) -> ExpandConfig:
     ranks = min(max(_power_of_two(max_rank), 16), 64)
     if element_bytes > 2:
         return ExpandConfig(32, 32, min(ranks, 32), num_warps=4)
-    rows, columns = (_LARGE_TILE, 64) if max_rank > _HIGH_RANK else (32, 128)
-    return ExpandConfig(rows, columns, ranks, num_warps=4)
+    return ExpandConfig(32, 128, ranks, num_warps=4)
 
 
 def _shrink_rows(num_rows: int) -> int:

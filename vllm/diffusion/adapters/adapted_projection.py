@@ -43,6 +43,7 @@ class AdaptedProjection(ops.Projection):
     ) -> None:
         self._base, self._slots, self._adapted = base, slots, adapted
         self._columns, self._extended = columns, slots.extended
+        self._pieces = slots.pieces(slice(0, columns))
 
     @property
     def stored(self) -> Tensor | None:
@@ -149,7 +150,7 @@ class AdaptedProjection(ops.Projection):
                 gate_up, low = self._joined(x, num_rows, scratch)
                 self._expand_gated(low, tiles, gate_up, gated)
             return
-        ops.expand(low, matrices, tiles, out, self._slots.pieces(slice(0, self._columns)))
+        ops.expand(low, matrices, tiles, out, self._pieces)
         if self._extended is not None:
             for adds in (False, True):
                 self._write(x, out, tiles, scratch, adds=adds)
@@ -195,16 +196,17 @@ class AdaptedProjection(ops.Projection):
         width = len(self._extended.weight)
         both = stages.joined_product(x.dtype, width).take(scratch, num_rows)
         self._extended.project(x, both, scratch)
-        low = both[:, self._columns :][:, : num_slots * num_parts * max_rank]
-        return both[:, : self._columns], low.unflatten(1, (num_slots, num_parts * max_rank))
+        num_ranks = num_parts * max_rank
+        low = both[:, self._columns : self._columns + num_slots * num_ranks]
+        return both[:, : self._columns], low.view(num_rows, num_slots, num_ranks)
 
     def _write(
         self, x: Tensor, out: Tensor, tiles: ops.Tiles[Tensor], scratch: Buffers, *, adds: bool
     ) -> None:
         """Write the product with the adapters' products to `out`, or add it if `adds`."""
         base, low = self._joined(x, len(out), scratch)
-        pieces = self._slots.pieces(slice(0, self._columns))
-        ops.expand(low, self._slots.matrices, tiles, out, pieces, base=base, adds=adds)
+        matrices = self._slots.matrices
+        ops.expand(low, matrices, tiles, out, self._pieces, base=base, adds=adds)
 
     def _expand(self, low: Tensor | None, out: Tensor, columns: slice = ALL) -> None:
         """Add the products of the adapters to `out`, which has some columns of the product."""

@@ -62,6 +62,8 @@ class RowSlots(NamedTuple):
     def of_rows(self, rows: slice) -> RowSlots:
         """Return the slots of consecutive rows; the first of them becomes row 0."""
         first, last = rows.start, rows.stop
+        if (first, last) == (0, self.num_rows):
+            return self
         runs = [
             Run(slot, max(start, first) - first, min(stop, last) - first)
             for slot, start, stop in self.runs

@@ -32,4 +32,4 @@ def load_kernels(name: str) -> ModuleType | None:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current, because a kernel is launched on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    return torch.cuda.device(x.get_device()) if x.is_cuda else nullcontext()
