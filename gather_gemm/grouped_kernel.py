@@ -9,6 +9,7 @@ columns.
 
 import functools
 import os
+from math import ceil
 
 import torch
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import GroupedConfig, choose_gated, choose_product, max_tiles
+from .launch import GroupedConfig, choose_gated, choose_product, max_tiles, power_of_two
 from .overlap import begin, overlaps, prefetch
 
 
@@ -344,7 +345,7 @@ def _options(weight: Tensor, num_groups: int, config: GroupedConfig) -> dict[str
     """Return the compile-time options of both kernels."""
     uses_tma, can_overlap = _has_tma(weight), overlaps(weight.device)
     return {
-        "GROUPS": triton.next_power_of_2(num_groups),
+        "GROUPS": power_of_two(num_groups),
         "ROWS": config.rows,
         "COLUMNS": config.columns,
         "DEPTH": config.depth,
@@ -359,7 +360,7 @@ def _options(weight: Tensor, num_groups: int, config: GroupedConfig) -> dict[str
 
 def _grid(num_rows: int, num_columns: int, num_groups: int, config: GroupedConfig) -> tuple[int]:
     num_tiles = max_tiles(num_rows, num_groups, config.rows)
-    return (num_tiles * triton.cdiv(num_columns, config.columns),)
+    return (num_tiles * ceil(num_columns / config.columns),)
 
 
 def _tiled(matrix: Tensor, config: GroupedConfig) -> TensorDescriptor | Tensor:

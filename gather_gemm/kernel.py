@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the gather-GEMM and of the product that is sampled tile by tile."""
 
+from math import ceil
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import LaunchConfig, TopConfig
+from .launch import LaunchConfig, TopConfig, power_of_two
 
 
 # Row counts change often, so there is no specialised kernel for 1 row or for multiples of 16.
@@ -69,8 +71,8 @@ def launch(
     """Enqueue ``out = x[rows] @ weight.T`` on the current stream; the arguments are checked."""
     num_rows, num_columns = out.shape
     grid = (
-        triton.cdiv(num_rows, config.block_rows),
-        triton.cdiv(num_columns, config.block_columns),
+        ceil(num_rows / config.block_rows),
+        ceil(num_columns / config.block_columns),
     )
     gather_gemm_kernel[grid](
         x,
@@ -266,10 +268,10 @@ def launch_top(
 ) -> None:
     """Enqueue `gather_top` into `top` on the current stream; the arguments are checked."""
     num_rows, num_columns = len(top[0]), len(weight)
-    num_tiles = triton.cdiv(num_columns, config.block_columns)
+    num_tiles = ceil(num_columns / config.block_columns)
     partials = torch.empty((3, num_rows, num_tiles), dtype=torch.float32, device=x.device)
     tile_columns = partials[1].view(torch.int32)
-    top_tiles_kernel[(triton.cdiv(num_rows, config.block_rows) * num_tiles,)](
+    top_tiles_kernel[(ceil(num_rows / config.block_rows) * num_tiles,)](
         x,
         rows,
         TensorDescriptor.from_tensor(weight, [config.block_columns, config.block_depth]),
@@ -302,7 +304,7 @@ def launch_top(
         *columns,
         num_tiles,
         num_columns,
-        BLOCK_TILES=triton.next_power_of_2(num_tiles),
+        BLOCK_TILES=power_of_two(num_tiles),
         num_warps=4,
     )
 

@@ -198,7 +198,7 @@ def choose_shrink(
     """Choose the tile for the ranks of all parts together, and the depth of a part of the sum."""
     rows = _shrink_rows(num_rows)
     most = _SHRINK_RANKS // 2 if num_rows <= _FEW_ROWS < num_ranks else _SHRINK_RANKS
-    ranks = min(max(_power_of_two(num_ranks), 16), most)
+    ranks = min(max(power_of_two(num_ranks), 16), most)
     if element_bytes > 2:
         return ShrinkConfig(rows, ranks, 32, num_warps=4, num_stages=2)
     # A short loop has no time to use more stages.
@@ -209,7 +209,7 @@ def choose_expand(
     num_rows: int, num_columns: int, max_rank: int, element_bytes: int
 ) -> ExpandConfig:
     """Choose the tile for a step of `num_rows` rows."""
-    ranks = min(max(_power_of_two(max_rank), 16), 64)
+    ranks = min(max(power_of_two(max_rank), 16), 64)
     if element_bytes > 2:
         return ExpandConfig(32, 64, min(ranks, 32), num_warps=4)
     columns = 128
@@ -220,7 +220,7 @@ def choose_expand(
 
 def choose_gated_expand(max_rank: int, element_bytes: int) -> ExpandConfig:
     """Choose the tile of gate and up, each of which has the columns of the tile."""
-    ranks = min(max(_power_of_two(max_rank), 16), 64)
+    ranks = min(max(power_of_two(max_rank), 16), 64)
     if element_bytes > 2:
         return ExpandConfig(32, 32, min(ranks, 32), num_warps=4)
     return ExpandConfig(32, 128, ranks, num_warps=4)
@@ -230,6 +230,6 @@ def _shrink_rows(num_rows: int) -> int:
     return next(rows for limit, rows in _SHRINK_ROWS if limit is None or num_rows <= limit)
 
 
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`; faster than Triton's own."""
     return 1 << max(number - 1, 0).bit_length()

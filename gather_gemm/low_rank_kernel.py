@@ -9,6 +9,7 @@ that has no work: so a kernel ends only after all kernels before it.
 """
 
 import functools
+from math import ceil
 
 import torch
 import triton
@@ -432,10 +433,10 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor, by_slot: Tensor | Non
     down, _, ranks, scales = matrices
     num_slots, num_parts, max_rank, depth = down.shape
     num_splits, num_ranks = len(low), num_parts * max_rank
-    split_depth = triton.cdiv(depth, num_splits)
+    split_depth = ceil(depth / num_splits)
     config = choose_shrink(len(x), num_ranks, split_depth, x.element_size())
     num_tiles, shares = _shares(tiles, config)
-    num_programs = triton.cdiv(num_ranks, config.ranks)
+    num_programs = ceil(num_ranks / config.ranks)
     counters = _counters(x.device)
     assert num_splits == 1 or num_tiles * num_programs <= len(counters)
     shrink_kernel[num_tiles, num_programs, num_splits](
@@ -452,7 +453,7 @@ def launch_shrink(x: Tensor, matrices, tiles, low: Tensor, by_slot: Tensor | Non
         len(x),
         max_rank,
         depth,
-        triton.cdiv(split_depth, config.depth) * config.depth,
+        ceil(split_depth / config.depth) * config.depth,
         x.stride(0),
         *down.stride()[:3],
         ranks.stride(0),
@@ -478,7 +479,7 @@ def launch_expand(
     _, up, ranks, scales = matrices
     config = choose_expand(*out.shape, up.shape[1], out.element_size())
     num_tiles, shares = _shares(tiles, config)
-    num_blocks = sum(triton.cdiv(piece.width, config.columns) for piece in pieces)
+    num_blocks = sum(ceil(piece.width / config.columns) for piece in pieces)
     padded = (*pieces, *[(0, 0, 0, 0)] * (MAX_PIECES - len(pieces)))
     expand_kernel[num_tiles, num_blocks](
         low,
@@ -515,7 +516,7 @@ def launch_gated_expand(
     (_, up, ranks, scales), width = matrices, out.shape[1]
     config = choose_gated_expand(up.shape[1], out.element_size())
     num_tiles, shares = _shares(tiles, config)
-    gated_expand_kernel[num_tiles, triton.cdiv(width, config.columns)](
+    gated_expand_kernel[num_tiles, ceil(width / config.columns)](
         low,
         up,
         ranks,

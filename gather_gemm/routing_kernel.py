@@ -7,11 +7,14 @@ with one program per tile. The programs read their part of the router while the 
 ends. The kernel that chooses the experts adds the parts.
 """
 
+from math import ceil
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import power_of_two
 from .overlap import begin_open, overlaps
 from .scoring import Scoring
 
@@ -386,11 +389,11 @@ _SORT_TILE = (1024, 8)  # Slots that a program sorts at once: 16 bytes of each l
 def launch_score(x: Tensor, gate: Tensor) -> Tensor:
     """Enqueue the parts [P, R, E] fp32 whose sum is ``x @ gate.T``; the arguments are checked."""
     (num_rows, depth), num_experts = x.shape, len(gate)
-    num_parts = triton.cdiv(depth, _SCORE_DEPTH)
+    num_parts = ceil(depth / _SCORE_DEPTH)
     parts = x.new_empty((num_parts, num_rows, num_experts), dtype=torch.float32)
     grid = (
-        triton.cdiv(num_rows, _SCORE_ROWS),
-        triton.cdiv(num_experts, _SCORE_EXPERTS),
+        ceil(num_rows / _SCORE_ROWS),
+        ceil(num_experts / _SCORE_EXPERTS),
         num_parts,
     )
     score_kernel[grid](
@@ -431,10 +434,10 @@ def launch_route(
     """
     parts = logits if logits.dim() == 3 else logits[None]
     num_parts, num_rows, num_experts = parts.shape
-    experts = triton.next_power_of_2(num_experts)
+    experts = power_of_two(num_experts)
     elements, num_warps = block or _choose_block(num_rows, num_experts, scoring.window)
     rows = scoring.window or max(1, elements // experts)
-    num_blocks = triton.cdiv(num_rows, rows)
+    num_blocks = ceil(num_rows / rows)
     is_whole = num_blocks == 1
     num_shared = weights.shape[1] - num_chosen
     members = None if is_whole else slots.new_empty(num_rows * num_chosen, dtype=torch.int16)
@@ -454,7 +457,7 @@ def launch_route(
         scoring.logit_scale,
         NUM_PARTS=num_parts,
         ROWS=rows,
-        LINES=triton.next_power_of_2(rows),
+        LINES=power_of_two(rows),
         EXPERTS=experts,
         IS_SIGMOID=scoring.is_sigmoid,
         IS_NORMALISED=scoring.is_normalised,
@@ -491,7 +494,7 @@ def _launch_sort(
 
 
 def _window_elements(num_experts: int, window: int) -> int:
-    return int(triton.next_power_of_2(window) * triton.next_power_of_2(num_experts))
+    return power_of_two(window) * power_of_two(num_experts)
 
 
 def holds_window(num_experts: int, window: int) -> bool:
@@ -503,7 +506,7 @@ def _choose_block(num_rows: int, num_experts: int, window: int) -> tuple[int, in
     if window:
         elements = _window_elements(num_experts, window)
         return elements, max(1, elements // _WINDOW_OF_WARP)
-    num_elements = num_rows * triton.next_power_of_2(num_experts)
+    num_elements = num_rows * power_of_two(num_experts)
     return next(block for most, block in _CHOICES if most is None or num_elements <= most)
 
 
@@ -512,8 +515,8 @@ def launch_sum(
 ) -> None:
     """Enqueue ``out = sum`` or ``out += sum`` over terms [R, k, D]; the arguments are checked."""
     num_rows, num_terms, num_columns = terms.shape
-    columns = min(1024, triton.next_power_of_2(num_columns))
-    sum_kernel[(num_rows, triton.cdiv(num_columns, columns))](
+    columns = min(1024, power_of_two(num_columns))
+    sum_kernel[(num_rows, ceil(num_columns / columns))](
         terms,
         weights,
         addend,

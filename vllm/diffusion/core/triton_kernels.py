@@ -30,6 +30,11 @@ def load_kernels(name: str) -> ModuleType | None:
         return None
 
 
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`; faster than Triton's own."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current, because a kernel is launched on the current device."""
     return torch.cuda.device(x.get_device()) if x.is_cuda else nullcontext()

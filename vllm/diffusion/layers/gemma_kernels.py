@@ -2,9 +2,13 @@
 # mypy: ignore-errors
 """Triton kernels of the row-wise operations in Gemma's layers."""
 
+from math import ceil
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from vllm.diffusion.core.triton_kernels import power_of_two
 
 
 @triton.jit
@@ -90,7 +94,7 @@ def launch_add_normed(
         width,
         eps,
         NUM_TERMS=1 if terms is None else terms.shape[1],
-        COLUMNS=triton.next_power_of_2(width),
+        COLUMNS=power_of_two(width),
         num_warps=4,
     )
 
@@ -113,8 +117,8 @@ def gelu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, COLUMNS: tl
 def launch_gelu_mul(gate_up: Tensor, out: Tensor) -> None:
     """Enqueue gelu(gate) * up of gate_up [R, 2I] into out [R, I]; the arguments are checked."""
     num_rows, width = out.shape
-    columns = min(1024, triton.next_power_of_2(width))
-    gelu_mul_kernel[(num_rows, triton.cdiv(width, columns))](
+    columns = min(1024, power_of_two(width))
+    gelu_mul_kernel[(num_rows, ceil(width / columns))](
         gate_up, out, width, gate_up.stride(0), out.stride(0), COLUMNS=columns, num_warps=4
     )
 
@@ -135,7 +139,7 @@ def cap_kernel(logits, cap, num_columns, stride, COLUMNS: tl.constexpr):
 def launch_cap(logits: Tensor, cap: float) -> None:
     """Enqueue cap * tanh(logits / cap) of logits [R, V] fp32, in place."""
     num_rows, num_columns = logits.shape
-    cap_kernel[(num_rows, triton.cdiv(num_columns, 4096))](
+    cap_kernel[(num_rows, ceil(num_columns / 4096))](
         logits, cap, num_columns, logits.stride(0), COLUMNS=4096, num_warps=8
     )
 
@@ -166,7 +170,7 @@ def rounded_softmax_kernel(logits, out, num_columns, stride, COLUMNS: tl.constex
 def launch_rounded_softmax(logits: Tensor, out: Tensor) -> None:
     """Enqueue `gemma_rows.rounded_softmax`; the arguments are checked."""
     num_rows, num_columns = logits.shape
-    columns = min(8192, triton.next_power_of_2(num_columns))
+    columns = min(8192, power_of_two(num_columns))
     rounded_softmax_kernel[(num_rows,)](
         logits, out, num_columns, logits.stride(0), COLUMNS=columns, num_warps=8
     )

@@ -6,6 +6,8 @@ Statistics use base 2: a part's `total` is log2 of the sum of 2^score, with the 
 sqrt(hd) in the scores; -inf for a part without keys.
 """
 
+from math import ceil
+
 import torch
 import triton
 import triton.language as tl
@@ -496,7 +498,7 @@ def _launch_merge(
 def _launch_fold(parts: Tensor, totals: Tensor, out: Tensor, overlaps: bool) -> None:
     num_splits, num_rows, num_heads, head_dim = parts.shape
     num_slots, slots = num_rows * num_heads, max(_FOLDED_NUMBERS // head_dim, 1)
-    fold_kernel[(triton.cdiv(num_slots, slots),)](
+    fold_kernel[(ceil(num_slots / slots),)](
         parts,
         totals,
         out,
