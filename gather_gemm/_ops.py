@@ -69,10 +69,8 @@ def _num_rows(op: str, x: Tensor, rows: Tensor | None) -> int:
 
 
 def _check(op: str, argument: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
-    given = tensor.shape
-    fits = given == shape or (
-        len(given) == len(shape)
-        and all(wanted in (-1, size) for wanted, size in zip(shape, given, strict=True))
+    fits = tensor.dim() == len(shape) and all(
+        wanted in (-1, given) for wanted, given in zip(shape, tensor.shape, strict=True)
     )
     is_like = (
         tensor.dtype in _DTYPES and tensor.dtype == like.dtype and tensor.device == like.device
@@ -106,10 +104,10 @@ def _check_exact(
     """
     dtype = dtype or like.dtype
     is_like = tensor.dtype == dtype and tensor.device == like.device
-    is_whole = tensor.is_contiguous() or (
+    is_contiguous = tensor.is_contiguous() or (
         rows_apart and tensor.dim() > 1 and tensor[0].is_contiguous()
     )
-    if tensor.shape != shape or not is_like or not is_whole:
+    if tensor.shape != shape or not is_like or not is_contiguous:
         raise ValueError(
             f"{op}: {argument} must be {str(dtype).removeprefix('torch.')} {list(shape)} "
             f"{'with contiguous rows' if rows_apart else 'contiguous'} on {like.device}, got "

@@ -84,7 +84,7 @@ def test_a_step_lies_where_the_one_before_did_while_its_windows_are_the_same() -
 
 
 def test_a_packing_belongs_to_the_rows_that_only_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph gets the slots of its rows only with another packing, and drafts may have a slot."""
+    """Drafts may have another adapter, and a graph gets the slots of its rows with a packing."""
     made = canvas(SDAR, algorithm="semi_ar", steps_per_block=2, cache="none")
     target, window = made.next_forward()
     tails = iter([None, 9, 9, 10])

@@ -10,6 +10,7 @@ import torch
 
 from vllm.diffusion import ops
 from vllm.diffusion.core.random_streams import GUIDED, TOKEN
+from vllm.diffusion.core.triton_kernels import power_of_two
 from vllm.diffusion.guided import joint_kernel as kernel
 from vllm.diffusion.guided.open_window import FREE, OPEN
 
@@ -166,7 +167,7 @@ class DeviceStep:
             PURPOSE=GUIDED,
             STATES=_STATES,
             EDGES=_EDGES,
-            WIDEST=max(_EDGES, 1 << (width - 1).bit_length()),
+            WIDEST=max(_EDGES, power_of_two(width)),
             num_warps=16,
             **self._drawn,
         )
