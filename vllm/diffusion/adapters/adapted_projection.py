@@ -205,8 +205,7 @@ class AdaptedProjection(ops.Projection):
     ) -> None:
         """Write the product with the adapters' products to `out`, or add it if `adds`."""
         base, low = self._joined(x, len(out), scratch)
-        matrices = self._slots.matrices
-        ops.expand(low, matrices, tiles, out, self._pieces, base=base, adds=adds)
+        ops.expand(low, self._slots.matrices, tiles, out, self._pieces, base=base, adds=adds)
 
     def _expand(self, low: Tensor | None, out: Tensor, columns: slice = ALL) -> None:
         """Add the products of the adapters to `out`, which has some columns of the product."""
